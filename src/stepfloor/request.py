@@ -1,0 +1,124 @@
+"""The values that travel between rooms: what was asked, what one step runs, what comes back. No torch."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from stepfloor.errors import UserError
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request's tokens are drawn; names and meanings are vLLM's.
+
+    temperature         0 is greedy
+    top_k               0 or -1 keeps all; applied before top_p
+    top_p               1 keeps all
+    min_p               drops tokens below min_p times the best probability; 0 keeps all
+    presence_penalty    subtracted once from a token that the output already holds
+    frequency_penalty   subtracted once per occurrence in the output
+    repetition_penalty  divides positive and multiplies negative logits of tokens in prompt or output; 1 is off
+    logit_bias          (token id, value added to its logit) pairs
+    forbidden_ids       token ids that are never drawn
+    seed                of the counter-based noise; None lets the engine choose one
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    forbidden_ids: tuple[int, ...] = ()
+    seed: int | None = None
+
+    def check(self, vocab_size: int) -> None:
+        """Raise UserError for the first value outside its range."""
+        for name, low, high in (
+            ("temperature", 0.0, float("inf")),
+            ("top_p", 0.0, 1.0),
+            ("min_p", 0.0, 1.0),
+            ("presence_penalty", -2.0, 2.0),
+            ("frequency_penalty", -2.0, 2.0),
+            ("repetition_penalty", 0.0, float("inf")),
+        ):
+            value = getattr(self, name)
+            # written so that NaN fails too
+            if not (low <= value <= high) or value == float("inf"):
+                raise UserError(f"{name} must be between {low} and {high}; got {value}")
+        if self.top_p == 0.0 or self.repetition_penalty == 0.0:
+            raise UserError(
+                f"top_p and repetition_penalty must be above 0; got {self.top_p} and {self.repetition_penalty}"
+            )
+        if self.top_k < -1:
+            raise UserError(f"top_k must be -1 (all), 0 (all) or positive; got {self.top_k}")
+        for token in (*(i for i, _ in self.logit_bias), *self.forbidden_ids):
+            if not 0 <= token < vocab_size:
+                raise UserError(f"token ids must be 0 to {vocab_size - 1}; got {token}")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt to continue.
+
+    stop_token_ids  end the output and are not delivered; stop  strings that do the same in the text
+    max_tokens      tokens delivered at most
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    max_tokens: int = 128
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a step delivered to one request: token ids, the text they completed, and why it ended, if it did."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A run of prompt tokens that one step prefills for one slot.
+
+    start  position of the first token; following  the prompt token after the chunk, None at the prompt's end
+    """
+
+    slot: int
+    start: int
+    token_ids: tuple[int, ...]
+    following: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """A sequence that takes over a slot before this step runs."""
+
+    slot: int
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one step runs, in integers only.
+
+    joins    slots to reset before anything else
+    pages    (slot, index of the first new page in its table, page numbers)
+    chunks   prompt chunks, run one after another before the decode rows
+    decodes  slots whose newest tokens are verified, spec_tokens + 1 rows each
+    """
+
+    joins: tuple[Join, ...] = ()
+    pages: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
+    chunks: tuple[Chunk, ...] = ()
+    decodes: tuple[int, ...] = ()

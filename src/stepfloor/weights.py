@@ -1,0 +1,1 @@
+"""Every tensor of a checkpoint."""
