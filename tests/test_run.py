@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import pytest
-
 import run
 
 
