@@ -117,6 +117,10 @@ def test_top_p_drops_while_the_cumulative_probability_is_at_most_1_minus_p() -> 
 def test_top_p_always_keeps_the_best_token() -> None:
     assert kept(one_row(logs(0.3, 0.4, 0.3), top_p=1e-6)) == [1]
     assert kept(one_row([1.0, 2.0, 2.0], top_p=1e-6)) == [1]
+    # fp32 probabilities may sum to less than 1 - p
+    for case in range(20):
+        row = torch.randn(50, generator=torch.Generator().manual_seed(case))
+        assert kept(one_row(row.tolist(), top_p=1e-12)) == [row.argmax().item()]
 
 
 def test_top_k_comes_first_and_top_p_sees_the_renormalised_survivors() -> None:
