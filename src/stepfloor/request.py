@@ -101,9 +101,10 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """A sequence that takes over a slot before this step runs."""
+    """A sequence that takes over a slot before this step runs, with every page it may ever need."""
 
     slot: int
+    pages: tuple[int, ...]
     token_ids: tuple[int, ...]
     sampling: SamplingParams
 
@@ -113,12 +114,21 @@ class Batch:
     """What one step runs, in integers only.
 
     joins    slots to reset before anything else
-    pages    (slot, index of the first new page in its table, page numbers)
     chunks   prompt chunks, run one after another before the decode rows
     decodes  slots whose newest tokens are verified, spec_tokens + 1 rows each
+    owners   (slot, request id) of every slot that this step will give tokens
     """
 
     joins: tuple[Join, ...] = ()
-    pages: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
     chunks: tuple[Chunk, ...] = ()
     decodes: tuple[int, ...] = ()
+    owners: tuple[tuple[int, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """Token ids that one step gave one request, stop ids removed, and why the request ended, if it did."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
