@@ -26,7 +26,8 @@ from stepfloor.model.model import (
     SparseAttention,
 )
 from stepfloor.model.rope import rope_tables
-from stepfloor.weights import Checkpoint, Entry, Weight
+from stepfloor.weights.checkpoint import Checkpoint, Weight
+from stepfloor.weights.headers import Entry
 
 DTYPES = {
     "BF16": torch.bfloat16,
