@@ -521,7 +521,7 @@ def _layout_faults(name: str, shape: tuple[int, int], parts: dict[str, Entry], f
             wanted = " or ".join(str(list(s)) for s in shapes)
             faults.append(
                 f"{name}.{companion.suffix}: {format_name} of {[n, k]} wants {wanted}; found "
-                f" {list(entry.shape)} in {entry.file.name}{hint}; export it again"
+                f"{entry.dtype} {list(entry.shape)} in {entry.file.name}{hint}; export it again"
             )
     known = {"weight", *(c.suffix for c in form.companions)}
     for part in parts:
