@@ -188,6 +188,8 @@ class ModelConfig:
         hf_overrides replaces keys of the text config (vLLM's name for this), e.g. rope_parameters for YaRN.
         Raises UserError naming the key, what was wanted and what was found.
         """
+        if not isinstance(raw, Mapping):
+            raise UserError(f"{source}: wanted a JSON object; found {type(raw).__name__}; fetch it again")
         if raw.get("model_type") not in _MODEL_TYPES:
             raise UserError(
                 f"{source}: model_type is {raw.get('model_type')!r}; stepfloor serves qwen4_exp "

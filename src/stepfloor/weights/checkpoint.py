@@ -151,7 +151,8 @@ def open_checkpoint(directory: str | Path, *, hf_overrides: Mapping[str, Any] | 
     if faults or table is None:
         raise UserError(_report(directory, faults))
     modules = list(_modules(weights, table))
-    skipped = [*(name for name in weights if name not in {m.name for m in modules}), "model.visual.blocks", "visual"]
+    vectors = [name for name, weight in weights.items() if len(weight.shape) != 2 and ".mlp.experts." not in name]
+    skipped = [*vectors, "model.visual.blocks", "visual"]
     table_claim = str(table_dtype) if table_dtype is not None else None
     precisions, notes = cross_check(section, modules, table_claim, table.name, skipped)
     findings = [*census.findings, *(Finding("metadata", note) for note in _collapse(notes))]
@@ -520,7 +521,7 @@ def _layout_faults(name: str, shape: tuple[int, int], parts: dict[str, Entry], f
             wanted = " or ".join(str(list(s)) for s in shapes)
             faults.append(
                 f"{name}.{companion.suffix}: {format_name} of {[n, k]} wants {wanted}; found "
-                f" {list(entry.shape)} in {entry.file.name}{hint}; export it again"
+                f"{entry.dtype} {list(entry.shape)} in {entry.file.name}{hint}; export it again"
             )
     known = {"weight", *(c.suffix for c in form.companions)}
     for part in parts:

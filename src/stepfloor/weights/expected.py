@@ -152,9 +152,9 @@ CATEGORIES = (
     "norms and other",
 )
 _CATEGORY_RULES = (
-    (r"mtp\..*mlp\.experts\.", "drafter experts"),
+    (r"mtp\..*mlp\.experts(\.|$)", "drafter experts"),
     (r"mtp\.", "drafter, rest"),
-    (r".*mlp\.experts\.", "routed experts"),
+    (r".*mlp\.experts(\.|$)", "routed experts"),
     (r".*shared_expert\.", "shared experts"),
     (r".*mlp\.gate$", "router"),
     (r".*hyper_connection", "hyper-connections"),

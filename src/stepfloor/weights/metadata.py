@@ -59,7 +59,7 @@ class _Rule:
     origin: str
 
     def __str__(self) -> str:
-        return f"{self.origin} {self.pattern!r}"
+        return self.origin if self.pattern == "*" else f"{self.origin} {self.pattern!r}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def cross_check(
             notes.append(
                 f"{module.name}: {decided} claims {decided.algorithm}; the headers hold {module.format}, which decides"
             )
-        key = (re.sub(r"\d+", "*", module.name), module.format, str(decided) if decided else "stored dtype")
+        key = (_grouped(module.name), module.format, _grouped(str(decided)) if decided else "no rule")
         rows[key] = rows.get(key, 0) + 1
     return tuple(Precision(g, f, n, r) for (g, f, r), n in rows.items()), tuple(notes)
 
@@ -120,6 +120,10 @@ def cross_check(
 def table_format(table_dtype: str) -> str | None:
     """The format a ple_embedding_dtype announces, None if the word is unknown."""
     return _TABLE_DTYPES.get(table_dtype)
+
+
+def _grouped(text: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", text)
 
 
 def _formats(algorithm: str) -> tuple[str, ...]:
