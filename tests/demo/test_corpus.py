@@ -40,7 +40,7 @@ def a_library(root: Path) -> Path:
     return root
 
 
-def test_only_the_librarys_own_sources_are_read(tmp_path: Path) -> None:
+def test_only_the_standard_library_is_read(tmp_path: Path) -> None:
     corpus = collect(a_library(tmp_path))
     assert [d.name for d in corpus.documents] == ["pkg/__init__.py", "pkg/one.py"]
 

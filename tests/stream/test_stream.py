@@ -72,6 +72,13 @@ def test_without_a_tokenizer() -> None:
         stream.open(Request("s", (), stop=("x",)))
 
 
+def test_an_empty_stop_string_is_the_users_mistake() -> None:
+    stream = Stream(FOX.__getitem__)
+    with pytest.raises(UserError, match="must not be empty"):
+        stream.open(Request("r", (), stop=("fox", "")))
+    stream.open(Request("r", ()))  # the refusal left nothing behind
+
+
 def test_a_finished_request_is_closed() -> None:
     stream = Stream(FOX.__getitem__)
     stream.open(Request("r", ()))

@@ -1,14 +1,12 @@
-"""Every text weight of a shape, and its bytes under a planned mix of formats.
+"""The bytes of every text weight under a planned mix of formats. Source: weights/expected.py."""
 
-Source: tensor list of the bf16 release; its total follows from this list to the byte.
-"""
-
-from collections.abc import Iterator
+import math
 from dataclasses import dataclass
 
 from stepfloor.config import ModelConfig
-from stepfloor.formats.table import stored_bytes
+from stepfloor.formats.table import DTYPE_BYTES, stored_bytes
 from stepfloor.roofline.groups import pass_group
+from stepfloor.weights.expected import draft_head, expected_weights, expert_blocks, fused_experts, table_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,92 +49,35 @@ class Stored:
 def planned_weights(config: ModelConfig, formats: WeightFormats) -> dict[str, Stored]:
     """Canonical name -> format and bytes of every text weight of this shape under a mix of formats."""
     planned: dict[str, Stored] = {}
-    for name, count, n, k in _matrices(config):
-        drafter, group = name.startswith("mtp."), pass_group(name)
-        format_name = {
-            "experts": formats.mtp_experts if drafter else formats.experts,
-            "dense": formats.mtp_dense if drafter else formats.dense,
-            "head": formats.draft_head if drafter else formats.head,
-            "table": formats.table,
-        }.get(group, "bf16")
+
+    def plan(name: str, count: int, n: int, k: int) -> None:
+        format_name = _planned_format(name, formats)
         planned[name] = Stored(format_name, count * stored_bytes(format_name, n, k))
-    if config.has_drafter and formats.draft_head == formats.head:
-        del planned["mtp.lm_head"]  # one copy serves both
+
+    for expected in expected_weights(config, config.has_drafter).values():
+        if expected.kind == "buffer":
+            planned[expected.name] = Stored("int64", DTYPE_BYTES["I64"] * math.prod(expected.shape))
+        else:
+            # a vector is a matrix of one row
+            *rows, k = expected.shape
+            plan(expected.name, 1, math.prod(rows), k)
+    for block in expert_blocks(config, config.has_drafter):
+        gate_up, down = fused_experts(config, block)
+        experts, n, k = gate_up.shape
+        # quantized releases store gate and up apart, each with scales of its own
+        plan(gate_up.name, 2 * experts, n // 2, k)
+        plan(down.name, *down.shape)
+    plan(table_name(config), 1, config.ngram_hash.rows, config.ngram_head_dim)
+    if config.has_drafter and formats.draft_head != formats.head:
+        plan(draft_head(config).name, 1, *draft_head(config).shape)
     return planned
 
 
-def _matrices(c: ModelConfig) -> Iterator[tuple[str, int, int, int]]:
-    """(canonical name, how many, rows, columns) of every text weight; a vector is a matrix of one row."""
-    yield "embed_tokens", 1, c.vocab_size, c.hidden_size
-    yield "lm_head", 1, c.vocab_size, c.hidden_size
-    yield from _hyper_connection("hyper_connection_mixer", c, inject=False)
-    for layer in range(c.num_hidden_layers):
-        mixer = _linear_attention if layer in c.linear_layers else _sparse_attention
-        yield from mixer(f"layers.{layer}", c)
-        yield from _feed_forward(f"layers.{layer}", c)
-    yield from _ngram(f"layers.{c.ple_layer}.ple", c)
-    if c.has_drafter:
-        yield "mtp.lm_head", 1, c.vocab_size, c.hidden_size
-        yield "mtp.fc_embedding", 1, c.hidden_size, c.hidden_size
-        yield "mtp.fc_hidden", 1, c.hidden_size, c.hidden_size
-        yield "mtp.pre_fc_norm_embedding", 1, 1, c.hidden_size
-        yield "mtp.pre_fc_norm_hidden", 1, 1, c.stream_width
-        yield from _hyper_connection("mtp.hyper_connection_mixer", c, inject=False)
-        yield from _sparse_attention("mtp.layers.0", c)
-        yield from _feed_forward("mtp.layers.0", c)
-
-
-def _hyper_connection(at: str, c: ModelConfig, inject: bool) -> Iterator[tuple[str, int, int, int]]:
-    yield f"{at}.hc_norm", 1, 1, c.stream_width
-    yield f"{at}.input_mix_weight_down", 1, c.hc_lowrank, c.stream_width
-    yield f"{at}.input_mix_weight_up", 1, c.stream_width, c.hc_lowrank
-    if inject:
-        yield f"{at}.block_inject_weight", 1, c.hc_count, c.stream_width
-
-
-def _linear_attention(at: str, c: ModelConfig) -> Iterator[tuple[str, int, int, int]]:
-    heads = c.linear_num_value_heads
-    yield f"{at}.linear_attn.in_proj_qkv", 1, c.conv_width, c.hidden_size
-    yield f"{at}.linear_attn.in_proj_z", 1, c.value_width, c.hidden_size
-    yield f"{at}.linear_attn.in_proj_b", 1, heads, c.hidden_size
-    yield f"{at}.linear_attn.in_proj_a", 1, heads, c.hidden_size
-    yield f"{at}.linear_attn.out_proj", 1, c.hidden_size, c.value_width
-    yield f"{at}.linear_attn.conv1d", 1, c.conv_width, c.linear_conv_kernel_dim
-    yield f"{at}.linear_attn.A_log", 1, 1, heads
-    yield f"{at}.linear_attn.dt_bias", 1, 1, heads
-    yield f"{at}.linear_attn.norm", 1, 1, c.linear_value_head_dim
-
-
-def _sparse_attention(at: str, c: ModelConfig) -> Iterator[tuple[str, int, int, int]]:
-    yield f"{at}.self_attn.q_proj", 1, 2 * c.attention_width, c.hidden_size  # query and output gate
-    yield f"{at}.self_attn.k_proj", 1, c.kv_width, c.hidden_size
-    yield f"{at}.self_attn.v_proj", 1, c.kv_width, c.hidden_size
-    yield f"{at}.self_attn.o_proj", 1, c.hidden_size, c.attention_width
-    yield f"{at}.self_attn.q_norm", 1, 1, c.head_dim
-    yield f"{at}.self_attn.k_norm", 1, 1, c.head_dim
-    yield f"{at}.self_attn.indexer.index_qk_proj", 1, c.indexer_width, c.hidden_size
-    yield f"{at}.self_attn.indexer.q_layernorm", 1, 1, c.indexer_head_dim
-    yield f"{at}.self_attn.indexer.k_layernorm", 1, 1, c.indexer_head_dim
-
-
-def _feed_forward(at: str, c: ModelConfig) -> Iterator[tuple[str, int, int, int]]:
-    """The layer's experts, and both of its hyper-connections."""
-    yield from _hyper_connection(f"{at}.attn_hyper_connection", c, inject=True)
-    yield from _hyper_connection(f"{at}.mlp_hyper_connection", c, inject=True)
-    yield f"{at}.mlp.gate", 1, c.num_experts, c.hidden_size
-    yield f"{at}.mlp.shared_expert_gate", 1, 1, c.hidden_size
-    # gate and up are stored apart where experts are quantized, so each carries its own scales
-    yield f"{at}.mlp.experts.gate_up_proj", 2 * c.num_experts, c.moe_intermediate_size, c.hidden_size
-    yield f"{at}.mlp.experts.down_proj", c.num_experts, c.hidden_size, c.moe_intermediate_size
-    yield f"{at}.mlp.shared_expert.gate_proj", 1, c.shared_expert_intermediate_size, c.hidden_size
-    yield f"{at}.mlp.shared_expert.up_proj", 1, c.shared_expert_intermediate_size, c.hidden_size
-    yield f"{at}.mlp.shared_expert.down_proj", 1, c.hidden_size, c.shared_expert_intermediate_size
-
-
-def _ngram(at: str, c: ModelConfig) -> Iterator[tuple[str, int, int, int]]:
-    yield f"{at}.key_proj", 1, c.stream_width, c.ple_embed_dim
-    yield f"{at}.value_proj", 1, c.hidden_size, c.ple_embed_dim
-    for norm in ("norm_key", "norm_query", "norm_conv"):
-        yield f"{at}.{norm}", 1, 1, c.stream_width
-    yield f"{at}.conv1d", 1, c.stream_width, c.ple_conv_kernel_size
-    yield f"{at}.ple_embedding.ngram_embedding", 1, c.ngram_hash.rows, c.ngram_head_dim
+def _planned_format(name: str, formats: WeightFormats) -> str:
+    drafter = name.startswith("mtp.")
+    return {
+        "experts": formats.mtp_experts if drafter else formats.experts,
+        "dense": formats.mtp_dense if drafter else formats.dense,
+        "head": formats.draft_head if drafter else formats.head,
+        "table": formats.table,
+    }.get(pass_group(name), "bf16")

@@ -21,9 +21,14 @@ class Stream:
         self._texts: dict[str, TextStream | None] = {}
 
     def open(self, request: Request) -> None:
-        """Begin a request. Raises UserError if it has stop strings and there is no tokenizer to find them with."""
+        """Begin a request.
+
+        Raises UserError for an empty stop string, and for any where there is no tokenizer to find it with.
+        """
         if request.request_id in self._texts:
             raise ValueError(f"request {request.request_id!r} is open already")
+        if "" in request.stop:
+            raise UserError(f"a stop string must not be empty; got {list(request.stop)}")
         if self._token_bytes is None:
             if request.stop:
                 raise UserError(
