@@ -10,25 +10,24 @@ from stepfloor.roofline.planned import CASES
 
 
 def test_hyper_connection_sizes() -> None:
-    """Weights alone: down and inject are 324 rows of 10240, up 10240 of 320, router and gate 513 of 2560."""
+    """Weights alone: down and inject are 324 rows of 10240, up 10240 of 320, router and shared expert 1793 of 2560."""
     down = op.hc_down(0, 2560, 4, 320, "bf16") - 10240 * 2  # less the norm
     assert f"{down / 2**20:.2f}" == "6.33"
     assert f"{op.hc_mix(0, 2560, 4, 320, 'bf16') / 2**20:.2f}" == "6.25"
-    assert op.moe_route(0, 2560, 512, 10) == 512 * 2560 * 2 + 2560 * 2
+    assert op.moe_route(0, 2560, 512, 10, 640, "bf16") == (512 + 1 + 2 * 640) * 2560 * 2
 
 
 def test_one_expert() -> None:
     """1,843,200 B gate and up, 921,600 B down in nvfp4, plus a 4-byte scale a matrix."""
     assert op.moe_gate_up(0, 1, 10, 2560, 640, "nvfp4") == 1_843_200 + 8
-    assert op.moe_down(0, 1, 10, 2560, 640, "nvfp4") == 921_600 + 4
+    assert op.moe_down(0, 1, 10, 2560, 640, "nvfp4", 640, "bf16") == 921_600 + 4 + 640 * 2560 * 2
 
 
-def test_replay_operands() -> None:
-    """Rows beyond the first add their float32 operands, about 33 KB a row, twice."""
-    one, four = (op.gdn_decode(1, rows, 16, 48, 128, 128, 4) for rows in (1, 4))
-    activations = 3 * (10240 + 2 * 6144 + 96) * 2
-    window = 2 * 10240 * 2
-    assert four - one - activations - window == 2 * 4 * (2048 + 6144 + 96) * 4
+def test_replayed_rows() -> None:
+    """A row more is read and written once as projected (20,672 B) beside its own input and result."""
+    one, two = (op.gdn_decode(1, rows, 16, 48, 128, 128, 4) for rows in (1, 2))
+    activations = (10240 + 2 * 6144 + 96) * 2
+    assert two - one == activations + 2 * 20_672
 
 
 def test_table_rows_of_one_token() -> None:
@@ -58,8 +57,8 @@ def target_pass(c: ModelConfig, case: str, rows: int) -> list[int]:
     hyper_connection = [op.hc_down(rows, d, s, rank, formats.dense), op.hc_mix(rows, d, s, rank, formats.dense)]
     mlp = [
         *hyper_connection,
-        op.moe_route(rows, d, c.num_experts, c.num_experts_per_tok),
-        op.moe_gate_up(rows, experts, *sizes, *shared),
+        op.moe_route(rows, d, c.num_experts, c.num_experts_per_tok, *shared),
+        op.moe_gate_up(rows, experts, *sizes),
         op.moe_down(rows, experts, *sizes, *shared),
     ]
     linear_attention = [

@@ -12,8 +12,8 @@ from stepfloor.formats.table import stored_bytes
 
 BF16_BYTES = 2
 FP32_BYTES = 4
-INT32_BYTES = 4
 INT64_BYTES = 8
+_CHOICE_BYTES = INT64_BYTES + BF16_BYTES  # an expert's id and its weight
 
 
 def distinct_experts(tokens: int, num_experts: int, topk: int) -> float:
@@ -62,30 +62,29 @@ def gdn_decode(
     value_dim: int,
     conv_kernel: int,
 ) -> int:
-    """Convolution, gated delta rule, gated norm of `rows` new rows of each sequence.
+    """Replay of the last step's rows, then convolution, gated delta rule and gated norm of `rows` new ones.
 
-    With more than one row the state on file is that of the last commit, and the float32 operands (key, value,
-    beta, decay) of the rows since are written by one step and replayed by the next.
+    The state on file is that of the last commit; the projected rows since, and the convolution's history before
+    them, are read, and the new rows are written for the next step to replay.
     """
     key_width, value_width = key_heads * key_dim, value_heads * value_dim
     conv_width = 2 * key_width + value_width
-    window = (conv_kernel - 1 + min(rows, conv_kernel - 1)) * conv_width * BF16_BYTES
+    kept = (conv_kernel - 1 + 2 * rows) * conv_width + 2 * rows * 2 * value_heads
     state = 2 * value_heads * key_dim * value_dim * FP32_BYTES
-    operands = 2 * rows * (key_width + value_width + 2 * value_heads) * FP32_BYTES if rows > 1 else 0
-    activations = rows * (conv_width + 2 * value_width + 2 * value_heads) * BF16_BYTES
-    return _gdn_weights(conv_width, value_heads, value_dim, conv_kernel) + sequences * (
-        window + state + operands + activations
-    )
+    activations = rows * (conv_width + 2 * value_width + 2 * value_heads)
+    weights = _gdn_weights(conv_width, value_heads, value_dim, conv_kernel)
+    return weights + sequences * (state + (kept + activations) * BF16_BYTES)
 
 
 def gdn_prefill(tokens: int, key_heads: int, value_heads: int, key_dim: int, value_dim: int, conv_kernel: int) -> int:
     """The same for one prompt chunk of one sequence: rows in and out, state in and out, nothing to replay."""
     key_width, value_width = key_heads * key_dim, value_heads * value_dim
     conv_width = 2 * key_width + value_width
-    window = 2 * (conv_kernel - 1) * conv_width * BF16_BYTES
+    history = 2 * (conv_kernel - 1) * conv_width
     state = 2 * value_heads * key_dim * value_dim * FP32_BYTES
-    activations = tokens * (conv_width + 2 * value_width + 2 * value_heads) * BF16_BYTES
-    return _gdn_weights(conv_width, value_heads, value_dim, conv_kernel) + window + state + activations
+    activations = tokens * (conv_width + 2 * value_width + 2 * value_heads)
+    weights = _gdn_weights(conv_width, value_heads, value_dim, conv_kernel)
+    return weights + state + (history + activations) * BF16_BYTES
 
 
 def qsa_prepare(
@@ -99,7 +98,7 @@ def qsa_prepare(
 ) -> int:
     """Norm and rotate queries and keys, write keys, values, raw index keys and finished block keys.
 
-    The attention gate is not touched here: qsa_attend reads it.
+    The attention gate is not counted here: it passes through, and qsa_attend reads it.
     """
     projected = (heads + 2 * kv_heads) * head_dim + (indexer_heads + 1) * indexer_dim
     norms = 2 * (head_dim + indexer_dim)
@@ -121,7 +120,7 @@ def qsa_select(
     blocks = context_tokens // compress_ratio
     keys = blocks * indexer_dim * BF16_BYTES
     queries = rows * indexer_heads * indexer_dim * BF16_BYTES
-    return sequences * (keys + queries + rows * min(topk, blocks) * INT32_BYTES)
+    return sequences * (keys + queries + rows * min(topk, blocks) * INT64_BYTES)
 
 
 def qsa_attend(
@@ -141,7 +140,7 @@ def qsa_attend(
     blocks = context_tokens // compress_ratio
     cache = kept_tokens(context_tokens, compress_ratio, topk) * 2 * kv_heads * head_dim * BF16_BYTES
     activations = rows * 3 * heads * head_dim * BF16_BYTES  # query, gate, result
-    return sequences * (cache + activations + rows * min(topk, blocks) * INT32_BYTES)
+    return sequences * (cache + activations + rows * min(topk, blocks) * INT64_BYTES)
 
 
 def kept_tokens(context_tokens: int, compress_ratio: int, topk: int) -> int:
@@ -149,33 +148,25 @@ def kept_tokens(context_tokens: int, compress_ratio: int, topk: int) -> int:
     return min(context_tokens, (topk + 1) * compress_ratio - 1)
 
 
-def moe_route(tokens: int, hidden_size: int, num_experts: int, topk: int, format_name: str = "bf16") -> int:
-    """Router and shared-expert gate: rows in; expert ids, their weights and the shared weight out."""
-    weights = stored_bytes(format_name, num_experts, hidden_size) + stored_bytes(format_name, 1, hidden_size)
-    routed = topk * (INT32_BYTES + FP32_BYTES) + FP32_BYTES
-    return weights + tokens * (hidden_size * BF16_BYTES + routed)
-
-
-def moe_gate_up(
+def moe_route(
     tokens: int,
-    experts: float,
-    topk: int,
     hidden_size: int,
-    expert_size: int,
-    format_name: str,
-    shared_size: int = 0,
-    shared_format: str = "bf16",
+    num_experts: int,
+    topk: int,
+    shared_size: int,
+    shared_format: str,
+    format_name: str = "bf16",
 ) -> int:
-    """Gate, up and SwiGLU of the `experts` distinct experts that were chosen, and of the shared expert.
+    """Router, gate and up of the shared expert, its gate: rows in; ids, weights, shared hidden rows, gate out."""
+    weights = stored_bytes(format_name, num_experts, hidden_size) + stored_bytes(format_name, 1, hidden_size)
+    shared = 2 * stored_bytes(shared_format, shared_size, hidden_size)
+    return weights + shared + tokens * ((hidden_size + shared_size + 1) * BF16_BYTES + topk * _CHOICE_BYTES)
 
-    experts      distinct experts touched; an expectation may be fractional (distinct_experts)
-    shared_size  width of the shared expert; 0 where it is computed elsewhere
-    """
-    weights = experts * 2 * stored_bytes(format_name, expert_size, hidden_size)
-    if shared_size:
-        weights += 2 * stored_bytes(shared_format, shared_size, hidden_size)
-    activations = (hidden_size + topk * expert_size + shared_size) * BF16_BYTES + topk * INT32_BYTES
-    return round(weights) + tokens * activations
+
+def moe_gate_up(tokens: int, experts: float, topk: int, hidden_size: int, expert_size: int, format_name: str) -> int:
+    """Gate, up and SwiGLU of the distinct `experts` that were chosen; an expectation may be fractional."""
+    weights = round(experts * 2 * stored_bytes(format_name, expert_size, hidden_size))
+    return weights + tokens * ((hidden_size + topk * expert_size) * BF16_BYTES + topk * INT64_BYTES)
 
 
 def moe_down(
@@ -185,16 +176,14 @@ def moe_down(
     hidden_size: int,
     expert_size: int,
     format_name: str,
-    shared_size: int = 0,
-    shared_format: str = "bf16",
+    shared_size: int,
+    shared_format: str,
 ) -> int:
     """Down projections of the chosen experts and of the shared expert, and their weighted sum."""
-    weights = experts * stored_bytes(format_name, hidden_size, expert_size)
-    if shared_size:
-        weights += stored_bytes(shared_format, hidden_size, shared_size)
-    routed = topk * (INT32_BYTES + FP32_BYTES) + FP32_BYTES
-    activations = (topk * expert_size + shared_size + hidden_size) * BF16_BYTES + routed
-    return round(weights) + tokens * activations
+    weights = round(experts * stored_bytes(format_name, hidden_size, expert_size))
+    shared = stored_bytes(shared_format, hidden_size, shared_size)
+    activations = (topk * expert_size + shared_size + 1 + hidden_size) * BF16_BYTES + topk * _CHOICE_BYTES
+    return weights + shared + tokens * activations
 
 
 def ngram_rows(tokens: int, ngram_size: int, heads: int) -> int:
@@ -209,15 +198,15 @@ def ngram_gather(tokens: int, heads: int, head_dim: int, format_name: str) -> in
 
 
 def ple_mix(sequences: int, rows: int, hidden_size: int, streams: int, conv_kernel: int, dilation: int) -> int:
-    """Gate the n-gram value by the residual, convolve, add: key, value, residual in, residual out.
+    """The pending write, the gated n-gram value, its convolution: key, value and residual in, residual out.
 
-    Each row's taps reach `dilation` rows apart into the history, so few rows read few of its rows.
+    Taps lie `dilation` rows apart, so a few rows read few rows of the history.
     """
     width = streams * hidden_size
-    weights = (3 + conv_kernel) * width * BF16_BYTES
-    history = ((conv_kernel - 1) * min(rows, dilation) + min(rows, (conv_kernel - 1) * dilation)) * width * BF16_BYTES
-    activations = rows * (3 * width + hidden_size) * BF16_BYTES
-    return weights + sequences * (history + activations)
+    weights = (3 + conv_kernel) * width
+    history = (conv_kernel - 1) * min(rows, dilation) * width + rows * width
+    activations = rows * (3 * width + 2 * hidden_size + streams)
+    return (weights + sequences * (history + activations)) * BF16_BYTES
 
 
 def mtp_fuse(tokens: int, hidden_size: int, streams: int, format_name: str) -> int:
