@@ -86,7 +86,7 @@ def set_up(*groups: str) -> None:
     constraints = ROOT / "constraints.txt"
     wanted = [project["build-system"], project["project"], project["dependency-groups"], TORCH, TORCH_FOR_GPU]
     key = hashlib.sha256(
-        json.dumps([wanted, constraints.read_text(encoding="utf-8"), sys.version, has_nvidia_gpu()]).encode()
+        json.dumps([wanted, constraints.read_text(encoding="utf-8"), str(ROOT), sys.version, has_nvidia_gpu()]).encode()
     ).hexdigest()
     base, full = VENV / "stepfloor-base.stamp", VENV / "stepfloor-full.stamp"
     stamp = full if groups else base
@@ -112,9 +112,12 @@ def stamp_holds(stamp: Path, key: str) -> bool:
 
 
 def make_venv() -> None:
-    """A virtual environment of this Python with pip in it; one that this Python already made is kept."""
-    if shutil.which("pip", path=str(BIN)) and venv_version() == sys.version:
+    """A virtual environment of this Python, at this place, with pip in it; an interrupted one is made anew."""
+    mark, made_here = VENV / "stepfloor-venv.stamp", f"{ROOT} {sys.version}"
+    if stamp_holds(mark, made_here):
         return
+    if VENV.exists() and not mark.exists():
+        raise SetupError(f"{VENV} was not made by this script; move it away or delete it, then run this command again")
     try:
         import ensurepip  # noqa: F401
     except ModuleNotFoundError:
@@ -124,18 +127,14 @@ def make_venv() -> None:
             f"own: run `sudo apt install python{version}-venv`, then this command again"
         ) from None
     try:
-        venv.EnvBuilder(clear=True, with_pip=True, symlinks=os.name != "nt").create(VENV)
+        if VENV.exists():
+            shutil.rmtree(VENV)
+        VENV.mkdir()
+        mark.write_text("being made", encoding="utf-8")
+        venv.EnvBuilder(with_pip=True, symlinks=os.name != "nt").create(VENV)
     except (OSError, subprocess.CalledProcessError) as error:
         raise SetupError(f"no virtual environment could be made in {VENV}: {error}") from None
-
-
-def venv_version() -> str:
-    """sys.version of the Python inside `.venv`, empty where it does not run."""
-    try:
-        command = [str(PYTHON), "-c", "import sys; print(sys.version, end='')"]
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    except OSError:
-        return ""
+    mark.write_text(made_here, encoding="utf-8")
 
 
 def torch_requirement() -> tuple[str, ...]:
@@ -164,12 +163,24 @@ def has_nvidia_gpu() -> bool:
 def pip_install(*arguments: str) -> None:
     """pip install inside `.venv`, its output in view; raises SetupError where pip fails."""
     command = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", "--no-input", *arguments]
-    status = subprocess.run(command, cwd=ROOT, env=clean_environment(), check=False).returncode
+    begin = time.monotonic()
+    with subprocess.Popen(command, cwd=ROOT, env=clean_environment()) as pip:
+        # pip says nothing while it unpacks, a minute for PyTorch on a slow disk
+        while (status := wait(pip, seconds=15)) is None:
+            say(f"    pip at work for {time.monotonic() - begin:.0f} s")
     if status:
         raise SetupError(
             f"pip ended with status {status}, for the reason it printed above; if that is a connection or a name that "
             "does not resolve, check the network or HTTPS_PROXY and run this command again, it goes on from here"
         )
+
+
+def wait(process: subprocess.Popen[bytes], seconds: float) -> int | None:
+    """Exit status of the process, None if it is still running after this time."""
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def run_tests(arguments: list[str]) -> int:

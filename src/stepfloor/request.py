@@ -127,8 +127,13 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """Token ids that one step gave one request, stop ids removed, and why the request ended, if it did."""
+    """What one step gave one request, which held `slot`.
+
+    token_ids  delivered, stop id removed; consumed  ids of the step that were looked at, a stop id included
+    """
 
     request_id: str
+    slot: int
     token_ids: tuple[int, ...]
+    consumed: int
     finish_reason: FinishReason | None

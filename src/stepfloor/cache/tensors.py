@@ -1,7 +1,7 @@
 """What a sequence leaves behind, as tensors: keys and values in pages, the rest in one slot per sequence.
 
-Sizes per sequence: architecture of `qwen4_exp`, section "per-sequence state". Slot 0 and page 0 are scratch:
-padding rows of a captured step write there and nobody reads it.
+Sizes per sequence: architecture of `qwen4_exp`, section "per-sequence state". Page 0 and the slot
+after the last are scratch: padding rows of a captured step write there and nobody reads it.
 """
 
 from dataclasses import dataclass
@@ -75,12 +75,17 @@ def pages_per_sequence(engine: EngineConfig) -> int:
     return -(-positions_needed(engine) // engine.block_size)
 
 
+def num_pages(engine: EngineConfig) -> int:
+    """Pages of the whole cache: the longest sequence in every slot, and the scratch page."""
+    return 1 + engine.max_num_seqs * pages_per_sequence(engine)
+
+
 def allocate(config: ModelConfig, engine: EngineConfig, dtype: torch.dtype) -> CacheTensors:
     """Allocate the cache for max_num_seqs sequences of max_model_len tokens, every page and slot at once."""
     device = engine.device
     slots = engine.max_num_seqs + 1
     longest = pages_per_sequence(engine)
-    pages = 1 + engine.max_num_seqs * longest
+    pages = num_pages(engine)
     rows = engine.spec_tokens + 1
     sparse = len(config.sparse_layers) + (1 if engine.spec_tokens else 0)
 

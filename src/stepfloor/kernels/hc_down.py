@@ -12,11 +12,10 @@ The source rounds every step to the model's dtype; so does the reference.
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from stepfloor.formats.codec import PackedWeight, quantize
-from stepfloor.kernels._torch import product, rms_norm
+from stepfloor.kernels._torch import product, rms_norm, sigmoid, silu
 
 
 def hc_down_reference(
@@ -34,8 +33,8 @@ def hc_down_reference(
         residual = residual + (y.unsqueeze(-2) * y_weights.unsqueeze(-1)).flatten(-2)
     normed = rms_norm(residual, norm_scale, eps, streams)
     projected = product(normed, down) / streams
-    low = F.silu(projected[:, :rank])
-    next_weights = 2 * torch.sigmoid(projected[:, rank:])
+    low = silu(projected[:, :rank])
+    next_weights = 2 * sigmoid(projected[:, rank:])
     return residual, normed, low, next_weights
 
 
@@ -81,7 +80,7 @@ def hc_down_inputs(
     return {
         "residual": rand(t, 4 * d).to(dtype),
         "y": rand(t, d).to(dtype) if write else None,
-        "y_weights": (2 * torch.sigmoid(rand(t, 4))).to(dtype) if write else None,
+        "y_weights": (2 * sigmoid(rand(t, 4))).to(dtype) if write else None,
         "norm_scale": 1 + 0.1 * rand(4 * d),
         "down": (quantize(rand(rank + 4, 4 * d) / (4 * d) ** 0.5, format_name),),
         "rank": rank,

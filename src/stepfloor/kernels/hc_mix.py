@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from stepfloor.formats.codec import PackedWeight, quantize
-from stepfloor.kernels._torch import product
+from stepfloor.kernels._torch import product, sigmoid
 
 
 def hc_mix_reference(low: Tensor, normed: Tensor, up: Sequence[PackedWeight], streams: int) -> Tensor:
     """The source's equations with the source's rounding."""
-    gate = torch.sigmoid(product(low, up))
+    gate = sigmoid(product(low, up))
     return (gate * normed).unflatten(-1, (streams, -1)).mean(-2)
 
 

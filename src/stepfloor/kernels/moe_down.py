@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stepfloor.formats.codec import PackedWeight, quantize
-from stepfloor.kernels._torch import expert_product, expert_tiles, product
+from stepfloor.kernels._torch import expert_product, expert_tiles, product, sigmoid
 
 
 def moe_down_reference(
@@ -74,6 +74,6 @@ def moe_down_inputs(
         "weights": rand(t, topk).softmax(-1).to(dtype),
         "down": quantize(rand(experts, d, width) / width**0.5, format_name),
         "shared_hidden": rand(t, shared).to(dtype),
-        "shared_gate": torch.sigmoid(rand(t, 1)).to(dtype),
+        "shared_gate": sigmoid(rand(t, 1)).to(dtype),
         "shared_down": (quantize(rand(d, shared) / shared**0.5, "bf16"),),
     }

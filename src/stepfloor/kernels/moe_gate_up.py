@@ -4,18 +4,17 @@ Source: transformers 5.24, Qwen4ExpTextExperts.forward.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from stepfloor.formats.codec import PackedWeight, quantize
-from stepfloor.kernels._torch import expert_product, expert_tiles
+from stepfloor.kernels._torch import expert_product, expert_tiles, silu
 
 
 def moe_gate_up_reference(x: Tensor, ids: Tensor, gate_up: PackedWeight) -> Tensor:
     """Pairs sorted by expert, one product per tile of 8."""
     tiles = expert_tiles(ids, x.shape[0], per_pair=False)
     gate, up = expert_product(x, tiles, gate_up).chunk(2, -1)
-    return (F.silu(gate) * up)[tiles.place]
+    return (silu(gate) * up)[tiles.place]
 
 
 def moe_gate_up(x: Tensor, ids: Tensor, gate_up: PackedWeight) -> Tensor:

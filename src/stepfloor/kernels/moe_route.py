@@ -10,11 +10,10 @@ lower expert comes first; the source leaves that open.
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from stepfloor.formats.codec import PackedWeight, quantize
-from stepfloor.kernels._torch import product
+from stepfloor.kernels._torch import product, sigmoid, silu
 
 
 def moe_route_reference(
@@ -32,7 +31,7 @@ def moe_route_reference(
     if renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
     gate, up = product(x, shared_gate_up).chunk(2, -1)
-    return ids, weights.to(x.dtype), F.silu(gate) * up, torch.sigmoid(product(x, shared_gate))
+    return ids, weights.to(x.dtype), silu(gate) * up, sigmoid(product(x, shared_gate))
 
 
 def moe_route(

@@ -11,10 +11,9 @@ Source: transformers 5.24, Qwen4ExpTextPLELayer.forward. The convolution is summ
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from stepfloor.kernels._torch import rms_norm
+from stepfloor.kernels._torch import rms_norm, sigmoid, silu
 
 
 def ple_mix_reference(
@@ -42,7 +41,7 @@ def ple_mix_reference(
     key = rms_norm(key, norm_key, eps, streams).unflatten(-1, (streams, -1))
     query = rms_norm(residual, norm_query, eps, streams).unflatten(-1, (streams, -1))
     score = (key * query).sum(-1, keepdim=True) / (width // streams) ** 0.5
-    gate = torch.sigmoid(score.abs().clamp_min(1e-6).sqrt() * score.sign())
+    gate = sigmoid(score.abs().clamp_min(1e-6).sqrt() * score.sign())
     gated = (gate * value.unsqueeze(-2)).flatten(-2)  # [B * R, S * D]
     normed = rms_norm(gated, norm_conv, eps, streams).unflatten(0, (count, rows))
     history = dilation * (conv_weight.shape[1] - 1)
@@ -112,7 +111,7 @@ def ple_mix_inputs(b: int, r: int, d: int, dtype: torch.dtype, device: str) -> d
     return {
         "residual": rand(b * r, 4 * d).to(dtype),
         "y": rand(b * r, d).to(dtype),
-        "y_weights": (2 * torch.sigmoid(rand(b * r, 4))).to(dtype),
+        "y_weights": (2 * sigmoid(rand(b * r, 4))).to(dtype),
         "key_value": rand(b, r, 5 * d).to(dtype),
         "conv_rows": rand(b + 1, 9 + r, 4 * d).to(dtype),
         "slots": torch.arange(1, b + 1, device=device),
@@ -131,4 +130,4 @@ def _convolve(window: Tensor, weight: Tensor, dilation: int, rows: int) -> Tenso
     summed = window[:rows].float() * weight[:, 0]
     for tap in range(1, weight.shape[1]):
         summed = summed + window[tap * dilation : tap * dilation + rows].float() * weight[:, tap]
-    return F.silu(summed.to(window.dtype))
+    return silu(summed.to(window.dtype))

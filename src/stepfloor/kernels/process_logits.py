@@ -55,7 +55,6 @@ def process_logits_reference(
     earlier: Tensor | None = None,
 ) -> Tensor:
     """The source's equations, stage by stage."""
-    healthy = torch.isfinite(logits.amax(-1))
     x = logits.float()
     if bias is not None:
         x = x + bias[slots]
@@ -66,8 +65,8 @@ def process_logits_reference(
     x = x / torch.where(greedy, 1.0, row_temperature)
     if filters is not None:
         x = torch.where(greedy | _keeps(x, slots, filters), x, -INF)
-    # amax is NaN where the row holds one, so one look finds NaN, +inf and a row without any candidate.
-    healthy = healthy & torch.isfinite(x.amax(-1))
+    # NaN and +inf pass through every stage or leave no candidate, so one look at the end finds all three.
+    healthy = torch.isfinite(x.amax(-1))
     return torch.where(healthy[:, None], x, float("nan"))
 
 

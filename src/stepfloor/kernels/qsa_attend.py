@@ -9,6 +9,8 @@ Source: transformers 5.24, Qwen4ExpTextAttention.forward with eager_attention_fo
 import torch
 from torch import Tensor
 
+from stepfloor.kernels._torch import sigmoid
+
 
 def qsa_attend_reference(
     q: Tensor,
@@ -38,7 +40,7 @@ def qsa_attend_reference(
             weights = scores.softmax(-1).to(q.dtype).float()
             outputs.append(torch.bmm(weights, v).reshape(-1))
     mixed = torch.stack(outputs).to(q.dtype).reshape(count, rows, -1)
-    return mixed * torch.sigmoid(gate)
+    return mixed * sigmoid(gate)
 
 
 def kept_positions(selected: Tensor, position: int, ratio: int) -> Tensor:

@@ -70,7 +70,7 @@ class _Loader:
         config = self.config
         cos, sin = rope_tables(config.rope, positions, self.dtype, self.device)
         layers: list[Layer] = []
-        counts = {kind: 0 for kind in config.layer_types}
+        counts = dict.fromkeys(config.layer_types, 0)
         for i, kind in enumerate(config.layer_types):
             layers.append(self._layer(f"layers.{i}", kind, counts[kind], i == config.ple_layer))
             counts[kind] += 1

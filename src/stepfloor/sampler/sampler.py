@@ -164,7 +164,7 @@ class Sampler:
                 f"got {tuple(logits.shape)} and {tuple(drafts.shape)}"
             )
         k = drafts.shape[1]
-        row_slots = slots.repeat_interleave(k + 1)
+        row_slots = slots[:, None].expand(-1, k + 1).flatten()
         processed = self._process(logits.flatten(0, 1), row_slots, _earlier_drafts(drafts))
 
         if self._needs_log_q and k > 0:

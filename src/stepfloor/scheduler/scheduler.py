@@ -34,7 +34,7 @@ class Running:
 class Scheduler:
     """Queues and assignments; no tensor, no clock.
 
-    max_num_seqs   slots, numbered from 1 (slot 0 is scratch)
+    max_num_seqs   slots, numbered from 0 (the one after the last is scratch)
     num_pages      pages, page 0 (scratch) included; page_tokens  tokens per page
     spec_tokens    drafts per step; chunk_tokens  longest prompt chunk
     max_model_len  prompt and output together, in tokens
@@ -56,7 +56,7 @@ class Scheduler:
         self.allocator = PageAllocator(num_pages)
         self.waiting: deque[Request] = deque()
         self.running: dict[int, Running] = {}  # by slot, in order of joining
-        self.free_slots = list(range(max_num_seqs, 0, -1))
+        self.free_slots = list(range(max_num_seqs - 1, -1, -1))
 
     def has_work(self) -> bool:
         """Whether a step should run."""
@@ -146,7 +146,9 @@ class Scheduler:
         request = sequence.request
         kept: list[int] = []
         reason: FinishReason | None = None
+        consumed = 0
         for token in ids:
+            consumed += 1
             if token < 0:
                 reason = "error"  # the sampler saw logits that are not numbers
                 break
@@ -158,7 +160,7 @@ class Scheduler:
             if sequence.delivered == self._limit(request):
                 reason = "length"
                 break
-        return Delivery(request.request_id, tuple(kept), reason)
+        return Delivery(request.request_id, sequence.slot, tuple(kept), consumed, reason)
 
     def _limit(self, request: Request) -> int:
         """Tokens the request may be given."""

@@ -71,6 +71,11 @@ class Tokenizer:
         alphabet = _byte_of_letter()
         return bytes(alphabet[letter] for letter in token)
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of control tokens."""
+        return self._special
+
     def is_special(self, token_id: int) -> bool:
         """Whether the id is a control token such as <|im_end|>. Tags that are part of the text are not."""
         return token_id in self._special
