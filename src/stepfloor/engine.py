@@ -39,6 +39,10 @@ class Counters:
             self.drafted[position] += 1
             self.accepted[position] += position < min(accepted, consumed)
 
+    def acceptance(self) -> list[float]:
+        """Share of the drafts at each position that were accepted; empty before the first step."""
+        return [a / d for a, d in zip(self.accepted, self.drafted, strict=True) if d]
+
     @property
     def delivered_per_step(self) -> float:
         """Tokens delivered over verification steps; 0 before the first."""
