@@ -998,8 +998,8 @@ def test_what_is_neither_directory_nor_id_is_refused(tmp_path: Path, name: str) 
 
 
 def test_cache_directory_follows_the_hub_variables() -> None:
-    assert hub_cache("/home", "/cache") == Path("/cache")
-    assert hub_cache("/home", None) == Path("/home/hub")
+    assert hub_cache("/hf", "/cache") == Path("/cache")
+    assert hub_cache("/hf", None) == Path("/hf/hub")
     assert hub_cache(None, None, "/xdg") == Path("/xdg/huggingface/hub")
     assert hub_cache(None, None) == Path("~/.cache/huggingface/hub").expanduser()
 
