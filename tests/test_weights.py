@@ -1,5 +1,6 @@
 """The census: what a good checkpoint reports, and one sentence for every way to break one."""
 
+import contextlib
 import json
 import os
 import re
@@ -10,6 +11,8 @@ from math import prod
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tests.checkpoints import ALL_RELEASES, INDEX, Copy, Raw, make_sparse, make_tiny, write_file
 
 from stepfloor import cli
@@ -818,6 +821,36 @@ def test_config_that_is_absent_broken_or_foreign(
     else:
         (directory / "config.json").write_text(content)
     assert wanted in fault_of(directory)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_damaged_bytes_are_a_fault_and_never_a_crash(
+    tiny: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    directory = tmp_path_factory.mktemp("damaged", numbered=True)
+    for path in tiny["nvidia-nvfp4"].iterdir():
+        (directory / path.name).symlink_to(path)
+    path = data.draw(st.sampled_from(sorted(directory.iterdir())))
+    raw = bytearray(path.read_bytes())
+    end = len(raw) if path.suffix == ".json" else 8 + int.from_bytes(raw[:8], "little")
+    for _ in range(data.draw(st.integers(1, 3))):
+        raw[data.draw(st.integers(0, end - 1))] = data.draw(st.sampled_from(b'09-"[]{},\x00\xff') | st.integers(0, 255))
+    path.unlink()
+    path.write_bytes(raw)
+    with contextlib.suppress(UserError):
+        open_checkpoint(directory)
+
+
+@pytest.mark.parametrize("value", [None, True, -1, 1.5, "x", [], [None], {}, {"a": 1}, 10**30])
+def test_any_value_under_any_key_of_the_config_is_read_or_refused(value: object) -> None:
+    config = plan_random("small", "bf16").documents["config.json"]
+    for section in (config, config["text_config"], config["text_config"]["rope_parameters"]):
+        for key in section:
+            before, section[key] = section[key], value
+            with contextlib.suppress(UserError):
+                ModelConfig.from_dict(config)
+            section[key] = before
 
 
 def test_wrong_table_override_is_refused(tiny: dict[str, Path]) -> None:

@@ -195,7 +195,7 @@ class ModelConfig:
                 f"{source}: model_type is {raw.get('model_type')!r}; stepfloor serves qwen4_exp "
                 "(Qwen3.8-Flash-Next) alone"
             )
-        text = dict(raw.get("text_config") or raw)
+        text = dict(_section(raw, "text_config", source) or raw)
         text.update(hf_overrides or {})
         if text.get("tie_word_embeddings", raw.get("tie_word_embeddings", False)):
             raise UserError(f"{source}: tie_word_embeddings is true; only untied heads are served")
@@ -265,7 +265,7 @@ def _read(text: Mapping[str, Any], source: str) -> ModelConfig:
         raise UserError(f"{source}: eos_token_id must be an integer (the n-gram segment id); found {eos!r}")
     if (hidden_act := text.get("hidden_act", "silu")) != "silu":
         raise UserError(f"{source}: hidden_act is {hidden_act!r}; only silu is served")
-    mtp_layers = text.get("mtp_num_hidden_layers", (text.get("mtp") or {}).get("num_hidden_layers", 0))
+    mtp_layers = _section(text, "mtp", source).get("num_hidden_layers", 0)
     return ModelConfig(
         vocab_size=want("vocab_size"),
         hidden_size=want("hidden_size"),
@@ -303,17 +303,29 @@ def _read(text: Mapping[str, Any], source: str) -> ModelConfig:
         split_ngram_parts=want("split_ngram_parts", default=512),
         seed=want("seed", default=1234),
         eos_token_id=eos,
-        mtp_num_hidden_layers=mtp_layers,
+        mtp_num_hidden_layers=want("mtp_num_hidden_layers", default=mtp_layers),
     )
+
+
+def _section(raw: Mapping[str, Any], key: str, source: str) -> Mapping[str, Any]:
+    """A nested object; absent and null read as empty."""
+    section = raw.get(key)
+    if section is not None and not isinstance(section, Mapping):
+        raise UserError(f"{source}: {key} must be a JSON object; found {section!r}")
+    return section or {}
 
 
 def _layer_types(text: Mapping[str, Any], source: str) -> tuple[str, ...]:
     count, kinds = text.get("num_hidden_layers"), text.get("layer_types")
     if kinds is None:
         interval = text.get("full_attention_interval", 4)
-        if not isinstance(count, int):
-            raise UserError(f"{source}: num_hidden_layers must be int; found {count!r}")
+        if not isinstance(count, int) or not isinstance(interval, int) or interval < 1:
+            raise UserError(
+                f"{source}: num_hidden_layers and full_attention_interval must be int; found {count!r}, {interval!r}"
+            )
         kinds = [LINEAR if (i + 1) % interval else SPARSE for i in range(count)]
+    if not isinstance(kinds, list):
+        raise UserError(f"{source}: layer_types must be a list; found {kinds!r}")
     unknown = sorted({str(k) for k in kinds} - {LINEAR, *_SPARSE_ALIASES})
     if unknown or not kinds:
         raise UserError(f"{source}: layer_types may hold {LINEAR} and {SPARSE}; found {unknown or 'no layers'}")
@@ -323,7 +335,7 @@ def _layer_types(text: Mapping[str, Any], source: str) -> tuple[str, ...]:
 
 
 def _rope(text: Mapping[str, Any], source: str) -> Rope:
-    rope = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
+    rope = _section(text, "rope_parameters", source) or _section(text, "rope_scaling", source)
     partial = rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 1.0))
     kind = rope.get("rope_type", rope.get("type", "default"))
     theta = rope.get("rope_theta", text.get("rope_theta"))
@@ -331,6 +343,8 @@ def _rope(text: Mapping[str, Any], source: str) -> Rope:
         raise UserError(
             f"{source}: rope_parameters needs rope_type default or yarn and a rope_theta; found {kind!r} and {theta!r}"
         )
+    if not isinstance(partial, (int, float)):
+        raise UserError(f"{source}: partial_rotary_factor must be a number; found {partial!r}")
     dim = int(text["head_dim"] * partial)
     if kind == "default":
         return Rope(float(theta), dim)
@@ -344,7 +358,7 @@ def _rope(text: Mapping[str, Any], source: str) -> Rope:
 
 def _ple_layer(text: Mapping[str, Any], source: str) -> int:
     ids = text.get("ple_layer_ids") or []
-    if not isinstance(ids, list) or len(set(ids)) != 1:
+    if not isinstance(ids, list) or len(ids) != 1 or type(ids[0]) is not int:
         raise UserError(f"{source}: ple_layer_ids must name one layer, counted from one; found {ids!r}")
     return ids[0] - 1
 
@@ -356,6 +370,9 @@ def _check(c: ModelConfig, source: str) -> None:
     sizes = {name: getattr(c, name) for name in ModelConfig.__slots__}
     if small := {k: v for k, v in sizes.items() if type(v) is int and v < 1 and k not in _MAY_BE_ZERO}:
         refuse("positive sizes", small)
+    limits = {k: 1 << (16 if k in _COUNTS else 40) for k in sizes if k != "seed"}
+    if huge := {k: sizes[k] for k, limit in limits.items() if type(sizes[k]) is int and sizes[k] >= limit}:
+        refuse("sizes a checkpoint can have", huge)
     if c.output_gate_type not in ("sigmoid", "silu"):
         refuse("output_gate_type sigmoid or silu", c.output_gate_type)
     if c.hc_count < 2:
@@ -380,6 +397,7 @@ def _check(c: ModelConfig, source: str) -> None:
         refuse(f"eos_token_id inside the vocabulary of {c.vocab_size}", c.eos_token_id)
 
 
+_COUNTS = ("num_experts", "split_ngram_parts", "ngram_size", "heads_per_ngram")
 _MAY_BE_ZERO = ("ple_layer", "seed", "eos_token_id", "mtp_num_hidden_layers")
 
 _U64 = (1 << 64) - 1

@@ -11,6 +11,7 @@ from tests.checkpoints import ALL_RELEASES, INDEX, make_tiny, tiny_config
 from stepfloor import cli
 from stepfloor.errors import UserError
 from stepfloor.formats.codec import PackedWeight
+from stepfloor.model.load import load_model
 from stepfloor.tools import convert
 from stepfloor.tools.convert import plan_random, write_random
 from stepfloor.weights.checkpoint import Checkpoint, open_checkpoint
@@ -117,6 +118,23 @@ def test_values_have_the_size_of_a_trained_model(opened: dict[str, Checkpoint]) 
     assert ((decay >= 0) & (decay <= math.log(16.0) + 0.01)).all()
     step = torch.nn.functional.softplus(values(checkpoint, "layers.0.linear_attn.dt_bias").float())
     assert ((step > 0.0009) & (step < 0.11)).all()
+
+
+def test_shards_past_the_last_row_are_neither_stored_nor_asked_for(tmp_path: Path) -> None:
+    path = tiny_config(tmp_path)
+    raw = json.loads(path.read_text())
+    raw["text_config"] |= {"split_ngram_parts": 200}
+    path.write_text(json.dumps(raw))
+    write_random(plan_random(str(path), "nvfp4"), tmp_path / "new")
+    checkpoint = open_checkpoint(tmp_path / "new")
+    assert len(checkpoint.table.heights) < 200
+    assert sum(checkpoint.table.heights) == checkpoint.table.rows
+    load_model(checkpoint, 8, "cpu")
+
+
+@pytest.mark.parametrize("release", ALL_RELEASES)
+def test_every_release_loads(opened: dict[str, Checkpoint], release: str) -> None:
+    load_model(opened[release], 8, "cpu")
 
 
 def test_every_matrix_is_drawn_on_its_own(opened: dict[str, Checkpoint]) -> None:

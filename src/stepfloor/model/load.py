@@ -27,6 +27,7 @@ from stepfloor.model.model import (
 )
 from stepfloor.model.rope import rope_tables
 from stepfloor.weights.checkpoint import Checkpoint, Weight
+from stepfloor.weights.expected import shard_heights
 from stepfloor.weights.headers import Entry
 
 DTYPES = {
@@ -217,7 +218,9 @@ class _Loader:
 
     def _table(self, prefix: str) -> tuple[PackedWeight, ...]:
         """The table's shards as mapped from the file; never copied, it may be larger than the memory."""
-        shards = [self._stored(self.weights[f"{prefix}.shard_{i}"]) for i in range(self.config.split_ngram_parts)]
+        # split_ngram_parts may promise more shards than there are rows for
+        count = len(shard_heights(self.config))
+        shards = [self._stored(self.weights[f"{prefix}.shard_{i}"]) for i in range(count)]
         table = self.weights.get(prefix)
         if table is not None:
             scalars = {suffix: _tensor(entry) for suffix, entry in table.parts.items()}

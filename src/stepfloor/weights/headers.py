@@ -70,7 +70,7 @@ def read_header(path: Path) -> Header:
         return Header(path, {}, (f"{path.name} cannot be read ({error.strerror}); fetch it again",), readable=False)
     try:
         listed = json.loads(text)
-    except (json.JSONDecodeError, UnicodeDecodeError):
+    except (ValueError, RecursionError):
         listed = None
     if not isinstance(listed, dict):
         fault = f"{path.name}: wanted a JSON header of {length} bytes; found something else; fetch the file again"

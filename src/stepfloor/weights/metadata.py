@@ -141,7 +141,8 @@ def _claims(section: Mapping[str, Any]) -> tuple[_Claims, list[str]]:
     names = section.get("ignore") or section.get("exclude_modules")
     exclusions = _rules(names, "BF16", "ignore" if "ignore" in section else "exclude_modules")
     layers: list[_Rule] = []
-    for name, entry in (section.get("quantized_layers") or {}).items():
+    listed = section.get("quantized_layers")
+    for name, entry in listed.items() if isinstance(listed, Mapping) else ():
         algorithm = str(entry.get("quant_algo") if isinstance(entry, Mapping) else entry)
         layers.append(_Rule(name, algorithm, "quantized_layers"))
         if isinstance(entry, Mapping):
