@@ -272,8 +272,10 @@ def test_a_resumed_request_goes_on_as_if_it_had_stayed() -> None:
 
 
 @pytest.mark.parametrize("before", REQUESTS)
-def test_a_slot_keeps_nothing_of_its_last_request(before: SamplingParams) -> None:
-    after = SamplingParams(temperature=0.9, frequency_penalty=0.1, seed=8)
+@pytest.mark.parametrize(
+    "after", [SamplingParams(seed=8), SamplingParams(temperature=0.9, repetition_penalty=1.9, seed=8)]
+)
+def test_a_slot_keeps_nothing_of_its_last_request(before: SamplingParams, after: SamplingParams) -> None:
     used, fresh = Sampler(V, 2, 0, "standard", "cpu"), Sampler(V, 2, 0, "standard", "cpu")
     # a neighbour keeps every stage on
     for sampler in (used, fresh):
