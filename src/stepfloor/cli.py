@@ -1,17 +1,140 @@
 """The command line: one subcommand per tool, and the only reader of the environment."""
 
+import os
 import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from stepfloor.errors import UserError
 
+if TYPE_CHECKING:
+    from stepfloor.weights.checkpoint import Checkpoint
+
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+convert = typer.Typer(no_args_is_help=True, help="Make checkpoints.")
+app.add_typer(convert, name="convert")
+
+Model = Annotated[str, typer.Argument(help="A checkpoint directory or a Hugging Face id (owner/name).")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or snapshot of a Hugging Face id.")]
+Download = Annotated[bool, typer.Option("--download", help="Fetch the id even if the cache has another owner's.")]
 
 
 @app.callback()
 def stepfloor() -> None:
     """Serve Qwen3.8-Flash-Next close to the memory-bandwidth floor, and say how close."""
+
+
+@app.command()
+def inspect(
+    model: Model,
+    revision: Revision = None,
+    download: Download = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show what a checkpoint holds: bytes by category and format, table geometry, contradictions."""
+    from stepfloor.tools.inspect import show
+
+    show(_open(model, revision, download), as_json=json)
+
+
+@app.command()
+def generate(
+    model: Annotated[
+        str | None, typer.Argument(help="As for inspect; without one, the small model that ships.")
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="Text to continue; without it, standard input.")] = None,
+    token_ids: Annotated[str | None, typer.Option(help="The prompt as ids: 1,2,3.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a user's turn.")] = False,
+    thinking: Annotated[bool, typer.Option("--thinking", help="Let a chat turn begin with reasoning.")] = False,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 128,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy; without it, the checkpoint's own.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Without it, the checkpoint's own.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Without it, the checkpoint's own.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the noise; one seed gives one text.")] = None,
+    spec_tokens: Annotated[int, typer.Option(help="Drafts a step, 0 to 7.")] = 3,
+    acceptance: Annotated[str, typer.Option(help="standard, or coupled: text the same for every --spec-tokens.")] = (
+        "standard"
+    ),
+    max_model_len: Annotated[int, typer.Option(help="Prompt and output together, in tokens.")] = 4096,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end of a turn.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="End with one JSON object in place of the line.")] = False,
+    revision: Revision = None,
+    download: Download = False,
+) -> None:
+    """Continue one prompt, and say how far the steps were from the memory-bandwidth floor."""
+    ids = None
+    if token_ids is not None:
+        from stepfloor.tools.generate import parse_token_ids
+
+        ids = parse_token_ids(token_ids)
+    elif prompt is None:
+        prompt = "" if sys.stdin.isatty() else sys.stdin.read()
+        if not prompt:
+            raise UserError("wanted a prompt; pass --prompt TEXT, --token-ids 1,2,3 or text on standard input")
+    checkpoint = _open(_shipped() if model is None else model, revision, download)
+    from stepfloor.config import EngineConfig
+    from stepfloor.tools.generate import Prompt, sampling_from
+    from stepfloor.tools.generate import generate as run
+
+    if acceptance not in ("standard", "coupled"):
+        raise UserError(f"--acceptance must be standard or coupled; got {acceptance!r}")
+    config = EngineConfig(
+        spec_tokens=spec_tokens if checkpoint.has_drafter else 0,
+        acceptance="coupled" if acceptance == "coupled" else "standard",
+        max_model_len=min(max_model_len, checkpoint.config.max_position_embeddings),
+    )
+    run(
+        checkpoint,
+        config,
+        Prompt(prompt, ids, chat, thinking),
+        sampling_from(checkpoint, temperature, top_p, top_k, seed),
+        max_tokens,
+        ignore_eos,
+        as_json=json,
+    )
+
+
+@convert.command("random")
+def convert_random(
+    dst: Annotated[Path, typer.Argument(help="An empty or new directory.")],
+    like: Annotated[str, typer.Option(help="full, small, or the path of a config.json.")] = "small",
+    release: Annotated[
+        str, typer.Option("--format", help="bf16, fp8, nvfp4, nvidia-nvfp4, mxfp8-nvfp4, fp8dense or fp8dense-mtp.")
+    ] = "bf16",
+    table: Annotated[str | None, typer.Option(help="bf16, fp8 or nvfp4; without it the format's own.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Keep the first layers only.")] = None,
+    experts: Annotated[int | None, typer.Option(help="Keep this many experts a layer.")] = None,
+    table_rows: Annotated[int | None, typer.Option(help="Rows of the n-gram table, about.")] = None,
+    seed: Annotated[int, typer.Option(help="One seed gives one model in every format.")] = 0,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32, of what is not quantized.")] = "bfloat16",
+    jobs: Annotated[int, typer.Option(min=1, help="Tensors drawn at once.")] = 1,
+) -> None:
+    """Write random weights in the exact layout of a release."""
+    from stepfloor.tools.convert import plan_random, write_with_progress
+
+    plan = plan_random(like, release, table=table, layers=layers, experts=experts, table_rows=table_rows, dtype=dtype)
+    write_with_progress(plan, dst, seed=seed, jobs=jobs)
+
+
+def _shipped() -> str:
+    """The small model inside the package."""
+    return str(Path(__file__).parent / "shipped")
+
+
+def _open(model: str, revision: str | None = None, download: bool = False) -> "Checkpoint":
+    """Resolve a model with the Hugging Face variables of the environment, and open it."""
+    from stepfloor.weights.checkpoint import open_checkpoint
+    from stepfloor.weights.sources import Hub, hub_cache, resolve_source
+
+    env = os.environ
+    hub = Hub(
+        cache=hub_cache(env.get("HF_HOME"), env.get("HF_HUB_CACHE"), env.get("XDG_CACHE_HOME")),
+        offline=env.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"),
+        token=env.get("HF_TOKEN"),
+    )
+    return open_checkpoint(resolve_source(model, hub, revision=revision, download=download))
 
 
 def main() -> None:

@@ -33,24 +33,6 @@ class Rope:
     factor: float = 1.0
     original_tokens: int = 0
 
-    def inverse_frequencies(self) -> tuple[float, ...]:
-        """dim / 2 angular frequencies in radians per token (YaRN blended when factor > 1)."""
-        base = [self.theta ** (-i / self.dim) for i in range(0, self.dim, 2)]
-        if self.factor == 1.0:
-            return tuple(base)
-        low = max(math.floor(self._turns_to_index(32.0)), 0)
-        high = min(math.ceil(self._turns_to_index(1.0)), self.dim - 1)
-        ramp = [min(max((i - low) / max(high - low, 1e-3), 0.0), 1.0) for i in range(len(base))]
-        return tuple(f * (1 - r) + f / self.factor * r for f, r in zip(base, ramp, strict=True))
-
-    def attention_scale(self) -> float:
-        """What YaRN multiplies cos and sin by: 0.1 ln(factor) + 1."""
-        return 1.0 if self.factor == 1.0 else 0.1 * math.log(self.factor) + 1.0
-
-    def _turns_to_index(self, turns: float) -> float:
-        wavelengths = self.original_tokens / (turns * 2 * math.pi)
-        return self.dim * math.log(wavelengths) / (2 * math.log(self.theta))
-
 
 @dataclass(frozen=True, slots=True)
 class NgramHash:
@@ -206,6 +188,8 @@ class ModelConfig:
         hf_overrides replaces keys of the text config (vLLM's name for this), e.g. rope_parameters for YaRN.
         Raises UserError naming the key, what was wanted and what was found.
         """
+        if not isinstance(raw, Mapping):
+            raise UserError(f"{source}: wanted a JSON object; found {type(raw).__name__}; fetch it again")
         if raw.get("model_type") not in _MODEL_TYPES:
             raise UserError(
                 f"{source}: model_type is {raw.get('model_type')!r}; stepfloor serves qwen4_exp "

@@ -1,1 +1,117 @@
-"""The decode loop."""
+"""A request goes in, pieces of text come out: the loop that knows every stage, and nothing else."""
+
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from stepfloor.cache.tensors import num_pages, positions_needed
+from stepfloor.config import EngineConfig
+from stepfloor.errors import UserError
+from stepfloor.model.load import load_model
+from stepfloor.request import Batch, Piece, Request
+from stepfloor.sampler.sampler import Sampler
+from stepfloor.scheduler.scheduler import Scheduler
+from stepfloor.step.step import Step, StepOutput
+from stepfloor.stream.stream import Stream
+from stepfloor.tokenizer.tokenizer import Tokenizer
+from stepfloor.weights.checkpoint import Checkpoint
+
+
+@dataclass(slots=True)
+class Counters:
+    """What the steps so far delivered.
+
+    decode_steps      verifications of one sequence that delivered something
+    delivered         tokens those gave, a stop id included
+    drafted           drafts proposed, per position; accepted  drafts accepted, per position
+    """
+
+    drafted: list[int]
+    accepted: list[int]
+    decode_steps: int = 0
+    delivered: int = 0
+
+    def count(self, accepted: int, consumed: int) -> None:
+        """Add one verification: drafts accepted, and ids looked at before the request ended (a stop id included)."""
+        self.decode_steps += 1
+        self.delivered += consumed
+        for position in range(len(self.drafted)):
+            self.drafted[position] += 1
+            self.accepted[position] += position < min(accepted, consumed)
+
+    def acceptance(self) -> list[float]:
+        """Share of the drafts at each position that were accepted; empty before the first step."""
+        return [a / d for a, d in zip(self.accepted, self.drafted, strict=True) if d]
+
+    @property
+    def delivered_per_step(self) -> float:
+        """Tokens delivered over verification steps; 0 before the first."""
+        return self.delivered / self.decode_steps if self.decode_steps else 0.0
+
+
+class Engine:
+    """One model on one device, and the requests it serves."""
+
+    def __init__(self, checkpoint: Checkpoint, config: EngineConfig, tokenizer: Tokenizer | None = None) -> None:
+        """Load the weights and allocate the cache.
+
+        tokenizer  None for a checkpoint without one: requests then carry ids, and pieces carry no text
+        Raises UserError for a configuration that this model cannot serve.
+        """
+        model_config = checkpoint.config
+        config.check(model_config)
+        self.config = config
+        self.vocab_size = model_config.vocab_size
+        self.tokenizer = tokenizer
+        model = load_model(checkpoint, positions_needed(config), config.device, drafter=config.spec_tokens > 0)
+        sampler = Sampler(self.vocab_size, config.max_num_seqs, config.spec_tokens, config.acceptance, config.device)
+        self.step = Step(model, sampler, config)
+        self.scheduler = Scheduler(
+            config.max_num_seqs,
+            num_pages(config),
+            config.block_size,
+            config.spec_tokens,
+            config.max_num_batched_tokens,
+            config.max_model_len,
+        )
+        special = () if tokenizer is None else tokenizer.special_ids
+        self.stream = Stream(None if tokenizer is None else tokenizer.token_bytes, special)
+        self.counters = Counters([0] * config.spec_tokens, [0] * config.spec_tokens)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises UserError for bad sampling values, foreign token ids or a prompt too long."""
+        request.sampling.check(self.vocab_size)
+        for token in request.token_ids:
+            if not 0 <= token < self.vocab_size:
+                raise UserError(f"token ids must be 0 to {self.vocab_size - 1}; the prompt holds {token}")
+        if request.sampling.seed is None:
+            request = replace(request, sampling=replace(request.sampling, seed=secrets.randbits(63)))
+        self.scheduler.submit(request)
+        self.stream.open(request)
+
+    def cancel(self, request_id: str) -> None:
+        """Stop a request; nothing more of it is delivered."""
+        self.scheduler.end(request_id)
+        self.stream.close(request_id)
+
+    def run(self) -> Iterator[Piece]:
+        """Serve until no request is left, one step ahead of the ids it reads."""
+        previous: tuple[Batch, StepOutput] | None = None
+        while previous is not None or self.scheduler.has_work():
+            batch = self.scheduler.next_batch()
+            current = (batch, self.step.run(batch)) if batch.chunks or batch.decodes else None
+            if previous is not None:
+                yield from self._deliver(*previous)
+            previous = current
+
+    def _deliver(self, batch: Batch, output: StepOutput) -> Iterator[Piece]:
+        """Turn what a step emitted into pieces, and end the sequences that are done."""
+        emitted = output.wait()
+        for delivery in self.scheduler.commit(batch, emitted):
+            if delivery.slot in batch.decodes:
+                self.counters.count(len(emitted[delivery.slot]) - 1, delivery.consumed)
+            piece = self.stream.push(delivery.request_id, delivery.token_ids, delivery.finish_reason)
+            if piece.finish_reason is not None:
+                self.scheduler.end(delivery.request_id)  # a stop string ends what the scheduler would go on with
+            if piece.token_ids or piece.finish_reason is not None:
+                yield piece

@@ -101,9 +101,10 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """A sequence that takes over a slot before this step runs."""
+    """A sequence that takes over a slot before this step runs, with every page it may ever need."""
 
     slot: int
+    pages: tuple[int, ...]
     token_ids: tuple[int, ...]
     sampling: SamplingParams
 
@@ -113,12 +114,26 @@ class Batch:
     """What one step runs, in integers only.
 
     joins    slots to reset before anything else
-    pages    (slot, index of the first new page in its table, page numbers)
     chunks   prompt chunks, run one after another before the decode rows
     decodes  slots whose newest tokens are verified, spec_tokens + 1 rows each
+    owners   (slot, request id) of every slot that this step will give tokens
     """
 
     joins: tuple[Join, ...] = ()
-    pages: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
     chunks: tuple[Chunk, ...] = ()
     decodes: tuple[int, ...] = ()
+    owners: tuple[tuple[int, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """What one step gave one request, which held `slot`.
+
+    token_ids  delivered, stop id removed; consumed  ids of the step that were looked at, a stop id included
+    """
+
+    request_id: str
+    slot: int
+    token_ids: tuple[int, ...]
+    consumed: int
+    finish_reason: FinishReason | None

@@ -99,9 +99,11 @@ def pack_fp4(values: Tensor) -> Tensor:
     return code[..., 0::2] | (code[..., 1::2] << 4)
 
 
-def quantize(w: Tensor, format_name: str) -> PackedWeight:
+def quantize(w: Tensor, format_name: str, tensor_scale: Tensor | None = None) -> PackedWeight:
     """Round a float matrix [N, K] (or a stack [E, N, K]) to a format, scales chosen from its own extrema.
 
+    tensor_scale  the scale of the whole tensor where w is a part of it or shares it: amax / 448 for fp8_tensor,
+                  amax / 2688 for nvfp4; other formats have none
     Raises ValueError if K is not a multiple of the format's group.
     """
     shape = (w.shape[-2], w.shape[-1])
@@ -117,7 +119,8 @@ def quantize(w: Tensor, format_name: str) -> PackedWeight:
         scale = _nonzero(w.abs().amax(-1) / E4M3_MAX)
         return PackedWeight(format_name, shape, _e4m3(w / scale[..., None]), scale)
     if format_name == "fp8_tensor":
-        scale = _nonzero(w.abs().amax() / E4M3_MAX).to(torch.bfloat16).reshape(1)
+        scale = _nonzero(w.abs().amax() / E4M3_MAX) if tensor_scale is None else tensor_scale
+        scale = scale.to(torch.bfloat16).reshape(1)
         return PackedWeight(format_name, shape, _e4m3(w / scale.float()), scale)
     if format_name == "fp8_block":
         return _quantize_fp8_block(w, shape)
@@ -127,7 +130,7 @@ def quantize(w: Tensor, format_name: str) -> PackedWeight:
         codes = _e4m3((blocks / torch.exp2(exponent)[..., None]).flatten(-2))
         return PackedWeight(format_name, shape, codes, (exponent + 127).to(torch.uint8))
     if format_name == "nvfp4":
-        scale_2 = _nonzero(w.abs().amax((-2, -1)) / (6.0 * E4M3_MAX))
+        scale_2 = _nonzero(w.abs().amax((-2, -1)) / (6.0 * E4M3_MAX)) if tensor_scale is None else tensor_scale
         blocks = w.unflatten(-1, (-1, 16))
         scale = _e4m3(blocks.abs().amax(-1) / 6.0 / scale_2[..., None, None])
         step = _nonzero(scale.float() * scale_2[..., None, None])

@@ -1,0 +1,6 @@
+"""`python -m stepfloor`."""
+
+from stepfloor.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""Gated delta net over a prompt chunk of one sequence: convolution, gates, delta rule, gated norm.
+
+On the CPU the recurrence runs row by row, so that any chunking gives the same bits. On other devices the chunk
+form runs: C rows at a time as matrix products and one triangular solve, equal up to float32 rounding.
+
+Source: transformers 5.24, Qwen4ExpTextGatedDeltaNet.forward; chunk form of Yang et al. 2024 (Gated Delta
+Networks), section 3.3, with c the running sum of log decays in the chunk and G[i, j] = exp(c[i] - c[j]), j <= i:
+
+    A = strictly_lower(diag(beta) K Kᵀ * G)
+    U = (I + A)⁻¹ diag(beta) (V - diag(exp c) K M)
+    O = diag(exp c) Q M + (Q Kᵀ * G) U;   M <- exp(c_last) M + Kᵀ diag(exp(c_last - c)) U
+"""
+
+import torch
+from torch import Tensor
+
+from stepfloor.kernels._torch import DeltaRows, delta_rows, delta_rule, gated_norm
+
+CHUNK_ROWS = 64
+
+
+def gdn_prefill_reference(
+    projected: Tensor,
+    state: Tensor,
+    history: Tensor,
+    conv_weight: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    key_heads: int,
+    key_dim: int,
+    eps: float,
+    activation: str,
+) -> Tensor:
+    """The recurrence, row by row."""
+    rows, z = _operands(projected, history, conv_weight, a_log, dt_bias, norm_weight, key_heads, key_dim)
+    mixed = delta_rule(rows, state).to(projected.dtype)
+    return gated_norm(mixed, z, norm_weight, eps, activation).flatten(1)
+
+
+def gdn_prefill(
+    projected: Tensor,
+    state: Tensor,
+    history: Tensor,
+    conv_weight: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    key_heads: int,
+    key_dim: int,
+    eps: float,
+    activation: str,
+) -> Tensor:
+    """Run T prompt rows of one sequence and leave the state after the last.
+
+    projected  [T, C + HV * V + 2 * HV]: q, k, v before convolution, z, b, a
+    state      [HV, K, V] float32, advanced in place
+    history    [taps - 1, C] projected rows before the chunk (zeros at the start), replaced in place
+    The rest as in gdn_decode. Returns [T, HV * V]. Raises ValueError if projected is not two-dimensional.
+    """
+    if projected.ndim != 2:
+        raise ValueError(f"gdn_prefill wants projected [T, columns]; got {tuple(projected.shape)}")
+    run = gdn_prefill_reference if projected.device.type == "cpu" else _gdn_prefill_chunked
+    return run(
+        projected,
+        state,
+        history,
+        conv_weight,
+        a_log,
+        dt_bias,
+        norm_weight,
+        key_heads,
+        key_dim,
+        eps,
+        activation,
+    )
+
+
+def _gdn_prefill_chunked(
+    projected: Tensor,
+    state: Tensor,
+    history: Tensor,
+    conv_weight: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    key_heads: int,
+    key_dim: int,
+    eps: float,
+    activation: str,
+) -> Tensor:
+    rows, z = _operands(projected, history, conv_weight, a_log, dt_bias, norm_weight, key_heads, key_dim)
+    output, after = chunked_delta_rule(
+        rows.query.transpose(0, 1),
+        rows.key.transpose(0, 1),
+        rows.value.transpose(0, 1),
+        rows.decay.log().transpose(0, 1),
+        rows.beta.transpose(0, 1),
+        state,
+    )
+    state.copy_(after)
+    mixed = output.transpose(0, 1).to(projected.dtype)
+    return gated_norm(mixed, z, norm_weight, eps, activation).flatten(1)
+
+
+def chunked_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gated delta rule in chunk form, float32, differentiable.
+
+    query, key  [.., T, K]; value [.., T, V]; log_decay, beta [.., T]; state [.., K, V]
+    Returns output [.., T, V] and the state after the last row, a new tensor.
+    """
+    outputs = []
+    for start in range(0, query.shape[-2], CHUNK_ROWS):
+        part = slice(start, start + CHUNK_ROWS)
+        q, k, v, b = query[..., part, :], key[..., part, :], value[..., part, :], beta[..., part, None]
+        c = log_decay[..., part].cumsum(-1)
+        size = c.shape[-1]
+        lower = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
+        # masked before the exponential: above the diagonal the difference is positive and may overflow
+        g = (c[..., :, None] - c[..., None, :]).masked_fill(~lower, -torch.inf).exp()
+        a = ((b * k) @ k.transpose(-1, -2) * g).tril(-1)
+        unit = a + torch.eye(size, device=q.device)
+        right = b * (v - c.exp()[..., None] * (k @ state))
+        u = torch.linalg.solve_triangular(unit, right, upper=False, unitriangular=True)
+        outputs.append(c.exp()[..., None] * (q @ state) + (q @ k.transpose(-1, -2) * g) @ u)
+        last = c[..., -1:]
+        state = last.exp()[..., None] * state + (k * (last - c).exp()[..., None]).transpose(-1, -2) @ u
+    return torch.cat(outputs, -2), state
+
+
+def gdn_prefill_inputs(
+    t: int, key_heads: int, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype, device: str
+) -> dict[str, object]:
+    """Inputs that the test, the tuner and the bench share."""
+    make = torch.Generator(device).manual_seed(0)
+
+    def rand(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=make, device=device)
+
+    channels = 2 * key_heads * key_dim + heads * value_dim
+    return {
+        "projected": rand(t, channels + heads * value_dim + 2 * heads).to(dtype),
+        "state": 0.1 * rand(heads, key_dim, value_dim),
+        "history": rand(3, channels).to(dtype),
+        "conv_weight": rand(channels, 4) / 2,
+        "a_log": torch.linspace(0, 2, heads, device=device),
+        "dt_bias": torch.ones(heads, device=device),
+        "norm_weight": (1 + 0.1 * rand(value_dim)).to(dtype),
+        "key_heads": key_heads,
+        "key_dim": key_dim,
+        "eps": 1e-6,
+        "activation": "sigmoid",
+    }
+
+
+def _operands(
+    projected: Tensor,
+    history: Tensor,
+    conv_weight: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    key_heads: int,
+    key_dim: int,
+) -> tuple[DeltaRows, Tensor]:
+    heads, value_dim = a_log.shape[0], norm_weight.shape[0]
+    raw, z, gates = projected.split((conv_weight.shape[0], heads * value_dim, 2 * heads), -1)
+    window = torch.cat((history, raw))
+    history.copy_(window[window.shape[0] - history.shape[0] :])
+    rows = delta_rows(window, gates, conv_weight, a_log, dt_bias, key_heads, key_dim)
+    return rows, z.reshape(projected.shape[0], heads, value_dim)

@@ -1,0 +1,67 @@
+"""Rows of the n-gram table that each token reads: a hash of the token and its one and two predecessors.
+
+    h2 = t0 m0 ^ t1 m1;   h3 = h2 ^ t2 m2   (m0 goes with the current token; signed 64-bit wrap)
+    row = h mod size + offset, one per head; the first half of the heads hashes h2, the second h3
+
+A predecessor before the sequence, or behind an end-of-text token, reads as end-of-text. The current token being
+end-of-text hides nothing of its own context.
+
+Source: transformers 5.24, Qwen4ExpTextNGramEmbedding.forward.
+"""
+
+import torch
+from torch import Tensor
+
+
+def ngram_rows_reference(
+    tokens: Tensor, history: Tensor, multipliers: Tensor, sizes: Tensor, offsets: Tensor, eos: int
+) -> Tensor:
+    """The source's equation over the tokens and the few before them."""
+    orders = multipliers.shape[0]
+    rows = tokens.shape[1]
+    sequence = torch.cat((history, tokens), 1)
+    crossed = torch.zeros_like(tokens, dtype=torch.bool)
+    mixed = tokens * multipliers[0]
+    per_order = sizes.shape[0] // (orders - 1)
+    heads = []
+    for lag in range(1, orders):
+        start = history.shape[1] - lag
+        earlier = sequence[:, start : start + rows]
+        earlier = torch.where(crossed, eos, earlier)
+        crossed = crossed | (earlier == eos)
+        mixed = mixed ^ (earlier * multipliers[lag])
+        part = slice((lag - 1) * per_order, lag * per_order)
+        heads.append(torch.remainder(mixed.unsqueeze(-1), sizes[part]) + offsets[part])
+    return torch.cat(heads, -1)
+
+
+def ngram_rows(
+    tokens: Tensor, history: Tensor, multipliers: Tensor, sizes: Tensor, offsets: Tensor, eos: int
+) -> Tensor:
+    """Hash R tokens of each of B sequences.
+
+    tokens       [B, R] int64
+    history      [B, n - 1] int64, the tokens before, oldest first, end-of-text where there are none
+    multipliers  [n] int64; sizes, offsets [heads] int64; eos  the segment token
+    Returns [B, R, heads] int64. Raises ValueError if history is not n - 1 wide.
+    """
+    if history.shape != (tokens.shape[0], multipliers.shape[0] - 1):
+        raise ValueError(
+            f"ngram_rows wants history [B, {multipliers.shape[0] - 1}] for tokens {tuple(tokens.shape)}; "
+            f"got {tuple(history.shape)}"
+        )
+    return ngram_rows_reference(tokens, history, multipliers, sizes, offsets, eos)
+
+
+def ngram_rows_inputs(b: int, r: int, vocabulary: int, heads: int, device: str) -> dict[str, object]:
+    """Inputs that the test, the tuner and the bench share; trigrams, end-of-text inside."""
+    make = torch.Generator(device).manual_seed(0)
+    sizes = torch.arange(heads, device=device) * 2 + 1009
+    return {
+        "tokens": torch.randint(0, vocabulary, (b, r), generator=make, device=device),
+        "history": torch.randint(0, vocabulary, (b, 2), generator=make, device=device),
+        "multipliers": torch.randint(0, 2**62 // vocabulary, (3,), generator=make, device=device) * 2 + 1,
+        "sizes": sizes,
+        "offsets": sizes.cumsum(0) - sizes,
+        "eos": 1,
+    }

@@ -1,0 +1,180 @@
+"""Who runs next, in integers: a queue of requests, slots, pages, and what each step should run.
+
+First come, first served; a sequence keeps its slot and pages until it ends. A step is one prompt chunk together
+with the decode rows of every sequence whose prompt is done. The loop is one step ahead of its results, so a
+sequence gets pages for the longest outcome when it joins, and a result is matched to the request that held the
+slot when the step was queued.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from stepfloor.cache.pages import PageAllocator
+from stepfloor.errors import UserError
+from stepfloor.request import Batch, Chunk, Delivery, FinishReason, Join, Request
+
+
+@dataclass(slots=True)
+class Running:
+    """A request that holds a slot.
+
+    prefilled  prompt tokens queued so far; delivered  tokens delivered so far
+    in_flight  steps queued that will give this sequence at least one token each
+    """
+
+    request: Request
+    slot: int
+    pages: tuple[int, ...]
+    prefilled: int = 0
+    delivered: int = 0
+    in_flight: int = 0
+
+
+class Scheduler:
+    """Queues and assignments; no tensor, no clock.
+
+    max_num_seqs   slots, numbered from 0 (the one after the last is scratch)
+    num_pages      pages, page 0 (scratch) included; page_tokens  tokens per page
+    spec_tokens    drafts per step; chunk_tokens  longest prompt chunk
+    max_model_len  prompt and output together, in tokens
+    """
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        num_pages: int,
+        page_tokens: int,
+        spec_tokens: int,
+        chunk_tokens: int,
+        max_model_len: int,
+    ) -> None:
+        self.page_tokens = page_tokens
+        self.spec_tokens = spec_tokens
+        self.chunk_tokens = chunk_tokens
+        self.max_model_len = max_model_len
+        self.allocator = PageAllocator(num_pages)
+        self.waiting: deque[Request] = deque()
+        self.running: dict[int, Running] = {}  # by slot, in order of joining
+        self.free_slots = list(range(max_num_seqs - 1, -1, -1))
+
+    def has_work(self) -> bool:
+        """Whether a step should run."""
+        return bool(self.waiting or self.running)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises UserError if its prompt is empty or leaves no room for one token."""
+        prompt = len(request.token_ids)
+        if not prompt:
+            raise UserError("the prompt is empty; send at least one token")
+        if request.max_tokens < 1:
+            raise UserError(f"max_tokens must be at least 1; got {request.max_tokens}")
+        if prompt >= self.max_model_len:
+            raise UserError(
+                f"the prompt has {prompt} tokens and the context is {self.max_model_len} (--max-model-len), "
+                "which leaves no room for a new token; shorten the prompt"
+            )
+        self.waiting.append(request)
+
+    def end(self, request_id: str) -> bool:
+        """Drop a request wherever it is, slot and pages included; False if it is not here."""
+        for request in self.waiting:
+            if request.request_id == request_id:
+                self.waiting.remove(request)
+                return True
+        for sequence in self.running.values():
+            if sequence.request.request_id == request_id:
+                self._release(sequence)
+                return True
+        return False
+
+    def next_batch(self) -> Batch:
+        """Admit what fits, then choose one prompt chunk and every sequence that can decode."""
+        joins = self._admit()
+        chunks: list[Chunk] = []
+        decodes: list[int] = []
+        owners: list[tuple[int, str]] = []
+        for sequence in self.running.values():
+            if sequence.prefilled < len(sequence.request.token_ids):
+                if chunks:
+                    continue
+                chunks.append(self._next_chunk(sequence))
+                if chunks[0].following is not None:
+                    continue  # no token comes of this chunk
+            elif sequence.delivered + sequence.in_flight < self._limit(sequence.request):
+                decodes.append(sequence.slot)
+            else:
+                continue  # the steps under way are sure to end it
+            sequence.in_flight += 1
+            owners.append((sequence.slot, sequence.request.request_id))
+        return Batch(tuple(joins), tuple(chunks), tuple(decodes), tuple(owners))
+
+    def commit(self, batch: Batch, emitted: Mapping[int, Sequence[int]]) -> list[Delivery]:
+        """Take the results of a step, slot -> ids; stop ids and limits are applied here, token by token."""
+        deliveries = []
+        for slot, request_id in batch.owners:
+            sequence = self.running.get(slot)
+            if sequence is None or sequence.request.request_id != request_id:
+                continue  # ended since the step was queued
+            sequence.in_flight -= 1
+            delivery = self._deliver(sequence, emitted[slot])
+            deliveries.append(delivery)
+            if delivery.finish_reason is not None:
+                self._release(sequence)
+        return deliveries
+
+    def _admit(self) -> list[Join]:
+        joins = []
+        while self.waiting and self.free_slots:
+            request = self.waiting[0]
+            pages = self.allocator.allocate(-(-self._reach(request) // self.page_tokens))
+            if pages is None:
+                break  # first come, first served: nobody overtakes
+            self.waiting.popleft()
+            slot = self.free_slots.pop()
+            self.running[slot] = Running(request, slot, pages)
+            joins.append(Join(slot, pages, request.token_ids, request.sampling))
+        return joins
+
+    def _next_chunk(self, sequence: Running) -> Chunk:
+        prompt, start = sequence.request.token_ids, sequence.prefilled
+        end = min(start + self.chunk_tokens, len(prompt))
+        sequence.prefilled = end
+        return Chunk(sequence.slot, start, prompt[start:end], prompt[end] if end < len(prompt) else None)
+
+    def _deliver(self, sequence: Running, ids: Sequence[int]) -> Delivery:
+        request = sequence.request
+        kept: list[int] = []
+        reason: FinishReason | None = None
+        consumed = 0
+        for token in ids:
+            consumed += 1
+            if token < 0:
+                reason = "error"  # the sampler saw logits that are not numbers
+                break
+            if token in request.stop_token_ids:
+                reason = "stop"
+                break
+            kept.append(token)
+            sequence.delivered += 1
+            if sequence.delivered == self._limit(request):
+                reason = "length"
+                break
+        return Delivery(request.request_id, sequence.slot, tuple(kept), consumed, reason)
+
+    def _limit(self, request: Request) -> int:
+        """Tokens the request may be given."""
+        return min(request.max_tokens, self.max_model_len - len(request.token_ids))
+
+    def _reach(self, request: Request) -> int:
+        """Positions the request may touch: its tokens, and three windows of drafts.
+
+        The last step may start one window past the limit (its predecessor's result was not known), verifies a
+        window, and its drafter writes a window ahead of that.
+        """
+        return len(request.token_ids) + self._limit(request) + 3 * self.spec_tokens + 1
+
+    def _release(self, sequence: Running) -> None:
+        del self.running[sequence.slot]
+        self.allocator.free(sequence.pages)
+        self.free_slots.append(sequence.slot)

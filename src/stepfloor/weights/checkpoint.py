@@ -1,0 +1,685 @@
+"""Open a checkpoint: every tensor of every release counted once, from headers alone, before a byte is loaded.
+
+Formats are decided by dtypes and companion scales. All faults of all files come in one UserError, a sentence
+each, so that a broken export is repaired in one round.
+Source: tensor lists and layouts of the `qwen4_exp` releases (bf16, Qwen FP8, the NVFP4 family, FP8 dense).
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+from stepfloor.config import ModelConfig
+from stepfloor.errors import UserError
+from stepfloor.formats.table import FORMATS
+from stepfloor.weights.expected import (
+    VISION_PREFIXES,
+    Expected,
+    Shape,
+    draft_head,
+    expected_weights,
+    expert_blocks,
+    fused_experts,
+    hash_buffers,
+    is_ignored,
+    shard_heights,
+    single_experts,
+    split_name,
+    table_name,
+)
+from stepfloor.weights.headers import Entry, Header, read_header
+from stepfloor.weights.metadata import Module, Precision, cross_check, read_metadata, table_format
+
+INDEX = "model.safetensors.index.json"
+_PLAIN = {"BF16": "bf16", "F32": "fp32"}
+_TABLE_FORMATS = {"BF16": "bf16", "F32": "fp32", "F8_E4M3": "fp8_tensor", "U8": "nvfp4"}
+# what all shards share, by format: suffix and dtypes
+_TABLE_SCALES = {"fp8_tensor": ("weight_scale", ("BF16", "F32")), "nvfp4": ("weight_scale_2", ("F32",))}
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One logical tensor of the model.
+
+    name    canonical, e.g. layers.3.self_attn.q_proj
+    shape   logical, e.g. (N, K) for a matrix whatever its format stores
+    format  name in formats.table.FORMATS, or int64 for the hash buffers
+    parts   the stored tensors by suffix: weight, weight_scale, weight_scale_inv, weight_scale_2, input_scale
+    """
+
+    name: str
+    shape: Shape
+    format: str
+    parts: dict[str, Entry]
+
+    @property
+    def num_bytes(self) -> int:
+        """Stored bytes, scales included."""
+        return sum(entry.nbytes for entry in self.parts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Geometry of the n-gram table.
+
+    name           canonical; shard i is the Weight `<name>.shard_<i>`, starting at row i * shard_rows
+    rows, width    logical shape
+    shard_rows     rows of every shard but the last; heights  rows of each
+    format         bf16, fp32, fp8_tensor (one scale for all shards) or nvfp4 (block scales beside each shard)
+    scale          what all shards share: the Weight `<name>` with part weight_scale (fp8_tensor) or
+                   weight_scale_2 (nvfp4); None for bf16 and fp32
+    row_bytes      bytes one row takes in the files
+    """
+
+    name: str
+    rows: int
+    width: int
+    shard_rows: int
+    heights: tuple[int, ...]
+    format: str
+    scale: Weight | None
+    row_bytes: int
+
+    def locate(self, row: int) -> tuple[int, int]:
+        """(shard, row inside it) of a table row."""
+        return divmod(row, self.shard_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something worth saying that does not stop the load."""
+
+    kind: Literal["metadata", "index", "drafter", "files"]
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint whose census found no fault.
+
+    weights            by canonical name
+    precisions         stored format of each group of modules and the metadata rule that claims it
+    stop_token_ids     ids that end a turn: generation_config.json's, else the tokenizer's and config's
+    vision_bytes       bytes of the vision tower, which is not loaded; ignored_bytes of tensors nothing reads
+    """
+
+    directory: Path
+    config: ModelConfig
+    weights: dict[str, Weight]
+    table: Table
+    findings: tuple[Finding, ...]
+    precisions: tuple[Precision, ...]
+    has_drafter: bool
+    generation_config: dict[str, Any]
+    stop_token_ids: tuple[int, ...]
+    vision_bytes: int
+    ignored_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of everything the model reads: all weights, hash buffers included, vision tower left out."""
+        return sum(weight.num_bytes for weight in self.weights.values())
+
+
+def open_checkpoint(directory: str | Path, *, hf_overrides: Mapping[str, Any] | None = None) -> Checkpoint:
+    """Count and check every tensor in a checkpoint directory, reading headers and a few scalars only.
+
+    hf_overrides replaces keys of the text config (vLLM's name). Raises UserError that lists every fault at once.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise UserError(f"wanted a checkpoint directory; {directory} is none; pass a directory or a Hugging Face id")
+    config = ModelConfig.load(directory, hf_overrides)
+    raw = _json(directory / "config.json")
+    section = read_metadata(raw, _optional_json(directory / "hf_quant_config.json"))
+    headers = [read_header(path) for path in sorted(directory.glob("*.safetensors"))]
+    if not headers:
+        raise UserError(f"wanted *.safetensors files; {directory} has none; fetch the checkpoint again")
+    census = _Census(config, headers, _index(directory))
+    weights = census.take()
+    faults = census.faults
+    table = census.table
+    text = dict(raw.get("text_config") or raw) | dict(hf_overrides or {})
+    table_dtype = text.get("ple_embedding_dtype")
+    if table is not None and "ple_embedding_dtype" in (hf_overrides or {}):
+        faults += _wrong_override(str(table_dtype), table)
+    if faults or table is None:
+        raise UserError(_report(directory, faults))
+    modules = list(_modules(weights, table))
+    vectors = [name for name, weight in weights.items() if len(weight.shape) != 2 and ".mlp.experts." not in name]
+    skipped = [*vectors, "model.visual.blocks", "visual"]
+    table_claim = str(table_dtype) if table_dtype is not None else None
+    precisions, notes = cross_check(section, modules, table_claim, table.name, skipped)
+    findings = [*census.findings, *(Finding("metadata", note) for note in _collapse(notes))]
+    generation = _optional_json(directory / "generation_config.json")
+    return Checkpoint(
+        directory=directory,
+        config=config if census.drafter else replace(config, mtp_num_hidden_layers=0),
+        weights=weights,
+        table=table,
+        findings=tuple(findings),
+        precisions=precisions,
+        has_drafter=census.drafter,
+        generation_config=generation,
+        stop_token_ids=_stop_token_ids(generation, raw, _optional_json(directory / "tokenizer_config.json")),
+        vision_bytes=census.vision_bytes,
+        ignored_bytes=census.ignored_bytes,
+    )
+
+
+class _Census:
+    """One pass over the headers of one checkpoint; faults and findings gather as it goes."""
+
+    def __init__(self, config: ModelConfig, headers: list[Header], index: dict[str, Any] | None) -> None:
+        self.config = config
+        self.headers = headers
+        self.index = index
+        self.faults: list[str] = [fault for header in headers for fault in header.faults]
+        self.findings: list[Finding] = []
+        self.vision_bytes = 0
+        self.ignored_bytes = 0
+        self.table: Table | None = None
+        self.drafter = config.has_drafter
+        self.found: dict[str, dict[str, Entry]] = {}
+        self.lost = self._lost()
+
+    def take(self) -> dict[str, Weight]:
+        self._gather()
+        self._check_index()
+        self._settle_drafter()
+        weights: dict[str, Weight] = {}
+        for expected in expected_weights(self.config, self.drafter).values():
+            self._take_one(weights, expected)
+        if self.drafter and "mtp.lm_head" in self.found:
+            self._take_one(weights, draft_head(self.config))
+        for block in expert_blocks(self.config, self.drafter):
+            self._take_experts(weights, block)
+        self._take_table(weights)
+        for name, parts in self.found.items():
+            file = next(iter(parts.values())).file.name
+            self.faults.append(
+                f"{name} ({file}) is no tensor of this model; remove it, or check that config.json fits these files"
+            )
+        if not self.faults:
+            self._compare_hash(weights)
+            self._question_scales(weights)
+        return weights
+
+    def _gather(self) -> None:
+        """Stored names to canonical ones; skip what is not read; note what is stored twice."""
+        renamed = f"mtp.layers.{self.config.num_hidden_layers}."
+        for header in self.headers:
+            for stored, entry in header.entries.items():
+                if stored.startswith(VISION_PREFIXES):
+                    self.vision_bytes += entry.nbytes
+                    continue
+                name, part = split_name(stored)
+                if is_ignored(name):
+                    self.ignored_bytes += entry.nbytes
+                    continue
+                if name.startswith(renamed):
+                    name = "mtp.layers.0." + name[len(renamed) :]
+                parts = self.found.setdefault(name, {})
+                if (first := parts.setdefault(part, entry)) is not entry:
+                    self.faults.append(
+                        f"{name}: {part} is stored twice, in {first.file.name} and {entry.file.name}; remove one"
+                    )
+
+    def _check_index(self) -> None:
+        if self.index is None:
+            return
+        listed: dict[str, str] = self.index["weight_map"]
+        readable = {h.file.name: h for h in self.headers if h.readable}
+        broken = {h.file.name for h in self.headers} - set(readable)
+        lost = {file for file in listed.values() if file not in readable and file not in broken}
+        self.faults += [f"{file} is named by {INDEX} but not there; fetch it again" for file in sorted(lost)]
+        holders = {name: file for file, header in readable.items() for name in header.entries}
+        for name, file in listed.items():
+            if file in readable and name not in readable[file].entries:
+                elsewhere = f"it is in {holders[name]}" if name in holders else "no file has it"
+                self.faults.append(
+                    f"{INDEX} puts {name} in {file}, whose header lacks it ({elsewhere}); fetch both again"
+                )
+        for file, header in readable.items():
+            extra = [name for name in header.entries if name not in listed]
+            if len(extra) == len(header.entries) and extra:
+                self.faults.append(f"{file} is not named by {INDEX}; remove it, or fetch the index again")
+            else:
+                self.faults += [f"{name} ({file}) is not listed in {INDEX}; fetch the index again" for name in extra]
+        total = (self.index.get("metadata") or {}).get("total_size")
+        counted = sum(e.nbytes for h in self.headers for e in h.entries.values())
+        if isinstance(total, int) and total != counted and not self.faults:
+            self.findings.append(Finding("index", f"{INDEX} says {total} bytes; the headers hold {counted}"))
+
+    def _settle_drafter(self) -> None:
+        stored = [name for name in self.found if name.startswith("mtp.")]
+        if self.config.has_drafter and not stored and not self._excused("mtp"):
+            self.drafter = False
+            self.findings.append(
+                Finding("drafter", "config.json promises a drafter but no file holds mtp.*; speculation is off")
+            )
+        elif stored and not self.config.has_drafter:
+            self.faults.append(
+                f"config.json says mtp_num_hidden_layers 0 but the files hold {len(stored)} mtp.* tensors; set it to 1 "
+                "or remove them"
+            )
+            for name in stored:
+                del self.found[name]
+
+    def _excused(self, name: str) -> bool:
+        """Whether a tensor's absence follows from a file that is broken or gone, which is reported already."""
+        return self.lost is None or name in self.lost
+
+    def _lost(self) -> set[str] | None:
+        """Names, with all their parents, that such files hold by the index; None: anything may be in one."""
+        broken = {h.file.name for h in self.headers if not h.readable}
+        if self.index is None:
+            absent = _absent_files([h.file.name for h in self.headers])
+            self.faults += [f"{file} is not there, though its neighbours count it; fetch it" for file in absent]
+            return None if broken or absent else set()
+        gone = broken | set(self.index["weight_map"].values()) - {h.file.name for h in self.headers}
+        lost: set[str] = set()
+        for stored, file in self.index["weight_map"].items():
+            if file in gone:
+                name, part = split_name(stored)
+                lost.add(f"{name}.{part}")
+                while name not in lost and name:
+                    lost.add(name)
+                    name = name.rpartition(".")[0]
+        return lost
+
+    def _missing(self, name: str, wanted: str) -> None:
+        if not self._excused(name):
+            self.faults.append(f"{name} is missing: wanted {wanted}; no file has it; fetch or export it again")
+
+    def _take_one(self, weights: dict[str, Weight], expected: Expected) -> None:
+        parts = self.found.pop(expected.name, None)
+        if parts is None:
+            self._missing(expected.name, str(list(expected.shape)))
+            return
+        format_name, faults = _stored_format(expected, parts)
+        self.faults += faults
+        if format_name is not None:
+            weights[expected.name] = Weight(expected.name, expected.shape, format_name, parts)
+
+    def _take_experts(self, weights: dict[str, Weight], block: str) -> None:
+        fused, single = fused_experts(self.config, block), single_experts(self.config, block)
+        have_fused = [e.name for e in fused if e.name in self.found]
+        have_single = [e.name for e in single if e.name in self.found]
+        if have_fused and have_single:
+            self.faults.append(
+                f"{block} is stored twice: fused ({', '.join(n.rpartition('.')[2] for n in have_fused)}) and as "
+                f"{len(have_single)} matrices per expert; remove one"
+            )
+            for name in (*have_fused, *have_single):
+                del self.found[name]
+        elif have_fused or have_single:
+            for expected in fused if have_fused else single:
+                self._take_one(weights, expected)
+        else:
+            e = self.config.num_experts
+            self._missing(block, f"gate_up_proj and down_proj, or gate_proj, up_proj and down_proj of {e} experts")
+
+    def _take_table(self, weights: dict[str, Weight]) -> None:
+        base, heights, width = table_name(self.config), shard_heights(self.config), self.config.ngram_head_dim
+        shared = self.found.pop(base, {})
+        prefix = f"{base}.shard_"
+        shards = {name: self.found.pop(name) for name in list(self.found) if name.startswith(prefix)}
+        names = [f"{prefix}{i}" for i in range(len(heights))]
+        whole = shared.pop("weight", None)
+        if whole is not None and shards:
+            self.faults.append(f"{base} is stored twice: whole and in {len(shards)} shards; remove one")
+            return
+        if whole is not None:
+            if whole.shape != (sum(heights), width):
+                wanted = [sum(heights), width]
+                self.faults.append(
+                    f"{base}: wanted {wanted} by config.json; found {list(whole.shape)} in {whole.file.name}; check "
+                    "ngram_vocab_size_base, or export it again"
+                )
+                return
+            starts = [sum(heights[:i]) for i in range(len(heights))]
+            shards = {
+                name: {"weight": whole.rows(start, start + height)}
+                for name, start, height in zip(names, starts, heights, strict=True)
+            }
+        dtypes = {parts["weight"].dtype for parts in shards.values() if "weight" in parts}
+        if len(dtypes) > 1:
+            self.faults.append(
+                f"{base}: wanted one dtype in all shards; found {', '.join(sorted(dtypes))}; export again"
+            )
+            return
+        if not shards or not set(shards) <= set(names):
+            if not self._excused(base):
+                self.faults.append(
+                    f"{base}: wanted {len(heights)} shards of {heights[0]} rows by config.json (split_ngram_parts "
+                    f"{self.config.split_ngram_parts}, {sum(heights)} rows); found {len(shards)} shards; check "
+                    "split_ngram_parts and ngram_vocab_size_base, or fetch the table again"
+                )
+            return
+        format_name = _TABLE_FORMATS.get(dtypes.pop(), "") if dtypes else ""
+        self._take_shards(weights, names, heights, shards, format_name)
+        scale = self._table_scale(base, shared, format_name)
+        if scale is not None:
+            weights[base] = scale
+        if all(name in weights for name in names):
+            row_bytes = weights[names[0]].num_bytes // heights[0]
+            self.table = Table(base, sum(heights), width, heights[0], heights, format_name, scale, row_bytes)
+
+    def _take_shards(
+        self,
+        weights: dict[str, Weight],
+        names: list[str],
+        heights: tuple[int, ...],
+        shards: dict[str, dict[str, Entry]],
+        format_name: str,
+    ) -> None:
+        width = self.config.ngram_head_dim
+        for name, height in zip(names, heights, strict=True):
+            parts = shards.get(name)
+            if parts is None or "weight" not in parts:
+                self._missing(name, str([height, width]))
+                continue
+            faults = _shard_faults(name, (height, width), parts, format_name)
+            self.faults += faults
+            if not faults:
+                weights[name] = Weight(name, (height, width), format_name, parts)
+
+    def _table_scale(self, base: str, shared: dict[str, Entry], format_name: str) -> Weight | None:
+        suffix, dtypes = _TABLE_SCALES.get(format_name, ("", ()))
+        for part, entry in shared.items():
+            if part != suffix:
+                self.faults.append(
+                    f"{base}.{part} ({entry.file.name}) is a scale that a table of {format_name or 'this type'} does "
+                    "not use; export the table again"
+                )
+        if not suffix:
+            return None
+        entry = shared.get(suffix)
+        if entry is None:
+            self._missing(f"{base}.{suffix}", f"the one {' or '.join(dtypes)} scale of the {format_name} table")
+            return None
+        if entry.dtype not in dtypes or prod(entry.shape) != 1:
+            self.faults.append(
+                f"{base}.{suffix}: wanted one {' or '.join(dtypes)} value; found {entry.dtype} {list(entry.shape)} in "
+                f"{entry.file.name}; export the table again"
+            )
+        return Weight(base, (1,), format_name, {suffix: entry})
+
+    def _compare_hash(self, weights: dict[str, Weight]) -> None:
+        for name, wanted in hash_buffers(self.config).items():
+            stored = tuple(weights[name].parts["weight"].read().cast("q"))
+            if stored != wanted:
+                i = next(i for i, (a, b) in enumerate(zip(stored, wanted, strict=True)) if a != b)
+                self.faults.append(
+                    f"{name}[{i}]: config.json implies {wanted[i]}; the file stores {stored[i]}; all n-gram rows would "
+                    "differ; check seed, ngram_vocab_size_base and vocab_size, or fetch the checkpoint again"
+                )
+
+    def _question_scales(self, weights: dict[str, Weight]) -> None:
+        """Per-tensor scales that can only be divisors, or nothing: one matrix of each group is looked at."""
+        seen: set[str] = set()
+        for name, weight in weights.items():
+            for part, entry in weight.parts.items():
+                if entry.dtype not in ("F32", "BF16") or part in ("weight", "input_scale"):
+                    continue
+                key = re.sub(r"experts\.\d+", "experts", name) + part
+                if key in seen:
+                    continue
+                seen.add(key)
+                if fault := _scale_fault(name, part, entry):
+                    self.faults.append(fault)
+
+
+def _stored_format(expected: Expected, parts: dict[str, Entry]) -> tuple[str | None, list[str]]:
+    """The format of one tensor by its dtypes and companions, or the reasons why it has none."""
+    name, weight = expected.name, parts.get("weight")
+    if weight is None:
+        scales = ", ".join(sorted(parts))
+        return None, [f"{name}: {scales} found but no weight; fetch or export it again"]
+    if expected.kind != "linear" or weight.dtype in _PLAIN:
+        return _plain_format(expected, weight, parts)
+    format_name = _quantized_format(expected.shape[0], weight, parts)
+    if format_name is None:
+        scales = ", ".join(f"{p} {e.dtype} {list(e.shape)}" for p, e in parts.items() if p != "weight")
+        return None, [
+            f"{name}: wanted BF16, F32 or a quantized layout; found {weight.dtype} {list(weight.shape)} "
+            f"{'with ' + scales if scales else 'without a scale'} in {weight.file.name}; export it again"
+        ]
+    faults = _layout_faults(name, (expected.shape[0], expected.shape[1]), parts, format_name)
+    return (None if faults else format_name), faults
+
+
+def _plain_format(expected: Expected, weight: Entry, parts: dict[str, Entry]) -> tuple[str | None, list[str]]:
+    name = expected.name
+    faults: list[str] = []
+    wanted = ("I64",) if expected.kind == "buffer" else tuple(_PLAIN)
+    scales = [part for part in parts if part != "weight"]
+    if weight.dtype not in wanted:
+        beside = f" with {', '.join(scales)}" if scales else ""
+        faults.append(
+            f"{name}: wanted {' or '.join(wanted)}; found {weight.dtype} {list(weight.shape)}{beside} in "
+            f"{weight.file.name}; export it in {wanted[0]}"
+        )
+    elif weight.shape != expected.shape:
+        faults.append(_shape_fault(name, expected.shape, weight))
+    if weight.dtype in wanted:
+        for part in scales:
+            faults.append(
+                f"{name}.{part} ({parts[part].file.name}) is a scale beside a {weight.dtype} weight, which uses none; "
+                "export the pair again"
+            )
+    format_name = "int64" if expected.kind == "buffer" else _PLAIN.get(weight.dtype)
+    return (None if faults else format_name), faults
+
+
+def _quantized_format(n: int, weight: Entry, parts: dict[str, Entry]) -> str | None:
+    """Which layout the companions speak for; whether it is complete is checked afterwards."""
+    scale = parts.get("weight_scale")
+    if weight.dtype == "U8":
+        return "nvfp4"
+    if weight.dtype != "F8_E4M3":
+        return None
+    if "weight_scale_inv" in parts:
+        return "fp8_block"
+    if scale is None:
+        return None
+    if scale.dtype == "U8":
+        return "mxfp8"
+    return "fp8_tensor" if prod(scale.shape) == 1 and n != 1 else "fp8_channel"
+
+
+def _layout_faults(name: str, shape: tuple[int, int], parts: dict[str, Entry], format_name: str) -> list[str]:
+    """Weight and companions against formats.table."""
+    (n, k), form, weight = shape, FORMATS[format_name], parts["weight"]
+    if form.group is not None and form.group[0] == 1 and k % form.group[1]:
+        return [f"{name}: {format_name} wants rows of a multiple of {form.group[1]} values; config.json says {k}"]
+    faults: list[str] = []
+    if weight.shape != form.weight_shape(n, k):
+        faults.append(_shape_fault(name, form.weight_shape(n, k), weight, format_name))
+    for companion in form.companions:
+        entry = parts.get(companion.suffix)
+        shapes = [companion.shape(n, k)] + ([companion.alternative(n, k)] if companion.alternative else [])
+        if entry is None:
+            if not companion.optional:
+                faults.append(
+                    f"{name}.{companion.suffix} is missing: {format_name} wants {companion.dtypes[0]} "
+                    f"{list(shapes[0])} beside {weight.dtype} weight in {weight.file.name}; fetch or export it again"
+                )
+        elif entry.dtype not in companion.dtypes:
+            faults.append(
+                f"{name}.{companion.suffix}: {format_name} wants {' or '.join(companion.dtypes)}; found {entry.dtype} "
+                f"{list(entry.shape)} in {entry.file.name}; export it again"
+            )
+        elif entry.shape not in shapes:
+            hint = " (padded or swizzled scales are not read)" if prod(entry.shape) > prod(shapes[0]) else ""
+            wanted = " or ".join(str(list(s)) for s in shapes)
+            faults.append(
+                f"{name}.{companion.suffix}: {format_name} of {[n, k]} wants {wanted}; found "
+                f"{entry.dtype} {list(entry.shape)} in {entry.file.name}{hint}; export it again"
+            )
+    known = {"weight", *(c.suffix for c in form.companions)}
+    for part in parts:
+        if part not in known:
+            faults.append(
+                f"{name}.{part} ({parts[part].file.name}) is a scale {format_name} does not use; export the pair again"
+            )
+    return faults
+
+
+def _shard_faults(name: str, shape: tuple[int, int], parts: dict[str, Entry], format_name: str) -> list[str]:
+    weight = parts["weight"]
+    if not format_name:
+        return [f"{name}: wanted BF16, F8_E4M3 or U8 rows; found {weight.dtype} in {weight.file.name}; export it again"]
+    if format_name != "nvfp4":
+        faults = [] if weight.shape == shape else [_shape_fault(name, shape, weight)]
+        for part, entry in parts.items():
+            if part != "weight":
+                faults.append(
+                    f"{name}.{part} ({entry.file.name}) is a scale that {format_name} rows do not use; export it again"
+                )
+        return faults
+    # the second scale is shared by all shards and checked once, for the table
+    shared = next(iter(parts.values()))
+    stand_in = replace(shared, dtype="F32", shape=())
+    if "weight_scale_2" in parts:
+        file = parts["weight_scale_2"].file.name
+        return [f"{name}.weight_scale_2 ({file}) is not used: one weight_scale_2 serves all shards; export it again"]
+    return _layout_faults(name, shape, parts | {"weight_scale_2": stand_in}, "nvfp4")
+
+
+def _shape_fault(name: str, wanted: Shape, found: Entry, format_name: str = "") -> str:
+    layout = f" as {format_name}" if format_name else ""
+    return (
+        f"{name}: wanted {list(wanted)}{layout}; found {found.dtype} {list(found.shape)} in {found.file.name}; check "
+        "that config.json fits these files"
+    )
+
+
+def _scale_fault(name: str, part: str, entry: Entry) -> str | None:
+    raw = bytes(entry.read()[: 4 if entry.dtype == "F32" else 2])
+    bits = int.from_bytes(raw, "little") << (0 if entry.dtype == "F32" else 16)
+    value = _float32(bits)
+    if not math.isfinite(value) or value <= 0.0:
+        return f"{name}.{part} is {value:g}; wanted a positive scale; export it again"
+    # amax / 448 or amax / 2688: above 1 the largest weight would pass 448, and no release's passes 10
+    if value > 1.0:
+        return (
+            f"{name}.{part} is {value:g}; wanted a multiplier below 1 (largest weight / 448 or / 2688); a divisor in "
+            f"its place would mean {1 / value:g}; export it with multipliers"
+        )
+    return None
+
+
+def _float32(bits: int) -> float:
+    return float(memoryview(bits.to_bytes(4, "little")).cast("f")[0])
+
+
+def _modules(weights: Mapping[str, Weight], table: Table) -> Iterable[Module]:
+    """What metadata can name: each matrix, each layer's experts as one, the table as one."""
+    blocks: dict[str, None] = {}
+    for name, weight in weights.items():
+        head, experts, _ = name.partition(".mlp.experts.")
+        if experts:
+            block = f"{head}.mlp.experts"
+            if block not in blocks:
+                blocks[block] = None
+                aliases = tuple(
+                    f"{block}.{leaf}" for leaf in ("gate_up_proj", "down_proj", "0.gate_proj", "0.down_proj")
+                )
+                yield Module(block, weight.format, True, aliases)
+        elif name == table.name or name.startswith(f"{table.name}.shard_"):
+            continue
+        elif len(weight.shape) == 2:
+            plain = name.endswith((".mlp.gate", ".shared_expert_gate")) or name == "embed_tokens"
+            yield Module(name, weight.format, not plain)
+    yield Module(table.name, table.format, False, (f"{table.name}.shard_0",))
+
+
+def _absent_files(names: list[str]) -> list[str]:
+    """Files that `name-00001-of-00004.safetensors` promises and the directory lacks."""
+    promised: list[str] = []
+    for name in names:
+        if numbered := re.fullmatch(r"(.*-)(\d+)(-of-)(\d+)(\.safetensors)", name):
+            stem, number, of, count, end = numbered.groups()
+            promised += [f"{stem}{i + 1:0{len(number)}}{of}{count}{end}" for i in range(int(count))]
+    return sorted(set(promised) - set(names))
+
+
+def _wrong_override(announced: str, table: Table) -> list[str]:
+    if table_format(announced) == table.format:
+        return []
+    return [
+        f"ple_embedding_dtype {announced!r} was passed, but the headers hold a {table.format} table; leave it out, the "
+        "headers decide"
+    ]
+
+
+def _index(directory: Path) -> dict[str, Any] | None:
+    path = directory / INDEX
+    if not path.exists():
+        return None
+    index = _json(path)
+    if not isinstance(index.get("weight_map"), dict):
+        raise UserError(f"{path}: wanted a weight_map; found {sorted(index)}; fetch it again")
+    return index
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid JSON ({error}); fetch it again") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: wanted a JSON object; found {type(value).__name__}; fetch it again")
+    return value
+
+
+def _optional_json(path: Path) -> dict[str, Any]:
+    return _json(path) if path.exists() else {}
+
+
+def _stop_token_ids(
+    generation: Mapping[str, Any], config: Mapping[str, Any], tokenizer: Mapping[str, Any]
+) -> tuple[int, ...]:
+    if ids := _ids(generation.get("eos_token_id")):
+        return ids
+    # the config's id alone is the n-gram segment token, which ends no chat turn; the tokenizer's does
+    eos = tokenizer.get("eos_token")
+    content = eos.get("content") if isinstance(eos, Mapping) else eos
+    added = tokenizer.get("added_tokens_decoder") or {}
+    ids = tuple(int(i) for i, token in added.items() if content is not None and token.get("content") == content)
+    text = config.get("text_config") or {}
+    for source in (config, text):
+        ids += tuple(i for i in _ids(source.get("eos_token_id")) if i not in ids)
+    return ids
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    listed = value if isinstance(value, list) else [value]
+    return tuple(i for i in listed if type(i) is int)
+
+
+def _report(directory: Path, faults: list[str]) -> str:
+    lines = _collapse(faults)
+    if len(faults) == 1:
+        return f"{directory}: {lines[0]}"
+    return f"{directory} has {len(faults)} faults:\n" + "\n".join(f"  - {line}" for line in lines)
+
+
+def _collapse(sentences: Iterable[str]) -> list[str]:
+    """Three of a kind stand for all: sentences that differ in numbers only are counted after the third."""
+    groups: dict[str, list[str]] = {}
+    for sentence in sentences:
+        groups.setdefault(re.sub(r"\d+", "#", sentence), []).append(sentence)
+    lines: list[str] = []
+    for group in groups.values():
+        lines += group[:3] if len(group) > 4 else group
+        if len(group) > 4:
+            lines.append(f"... and {len(group) - 3} more that differ from the last in numbers only")
+    return lines
