@@ -151,12 +151,15 @@ class Sampler:
         """Judge each window of drafts.
 
         logits     bf16 or fp32 [B, k + 1, V], the target's; row j decides position positions + j
-        drafts     int64 [B, k], -1 ends the window; log_q fp32 [B, k, V], the stacked results of draft, or None
+        drafts     int64 [B, k], -1 ends the window
+        log_q      fp32 [B, k, V], the stacked results of draft; rows of greedy slots are not looked at. None: every
+                   draft was made while no slot was random, and equality with the target's own draw decides (which
+                   is exact for any draft; the rejection rule accepts more)
         slots      int64 [B]; positions int64 [B], index in the sequence of the first token to decide
         Penalties of row j count drafts 1 to j as if they had been emitted.
         Returns emitted, int64 [B, k + 1], and accepted, int64 [B]: accepted[b] drafts, then one more token, then -1.
         emitted[b, accepted[b]] is -1 where the row that should decide it was not finite; such a request is over.
-        Raises ValueError if shapes disagree or log_q is missing where acceptance needs it.
+        Raises ValueError if shapes disagree.
         """
         if drafts.ndim != 2 or logits.shape != (drafts.shape[0], drafts.shape[1] + 1, self.vocab_size):
             raise ValueError(
@@ -167,9 +170,7 @@ class Sampler:
         row_slots = slots[:, None].expand(-1, k + 1).flatten()
         processed = self._process(logits.flatten(0, 1), row_slots, _earlier_drafts(drafts))
 
-        if self._needs_log_q and k > 0:
-            if log_q is None:
-                raise ValueError(f"standard acceptance of random rows needs log_q [B, {k}, V]; got None")
+        if self._needs_log_q and log_q is not None and k > 0:
             return accept_drafts(
                 processed.view_as(logits), drafts, log_q, slots, positions, self._temperature, self._seeds
             )
