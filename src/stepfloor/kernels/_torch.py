@@ -32,7 +32,7 @@ def tiled_product(x: Tensor, w: Tensor) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     count = rows.shape[0]
     if count % TILE_ROWS:
-        rows = F.pad(rows, (0, 0, 0, -count % TILE_ROWS))
+        rows = torch.constant_pad_nd(rows, (0, 0, 0, -count % TILE_ROWS))
     tiles = [F.linear(rows[i : i + TILE_ROWS], w) for i in range(0, count, TILE_ROWS)]
     out = tiles[0] if len(tiles) == 1 else torch.cat(tiles)
     return out[:count].reshape(*x.shape[:-1], w.shape[0])
@@ -126,13 +126,13 @@ def delta_rows(
     )
 
 
-def delta_rule(rows: DeltaRows, state: Tensor) -> Tensor:
-    """Run T rows through the recurrence and leave `state` [HV, K, V] after the last. Returns [T, HV, V] float32.
+def delta_rule(rows: DeltaRows, state: Tensor, start: int, stop: int) -> Tensor:
+    """Run rows start .. stop - 1 through the recurrence and leave `state` [HV, K, V], changed in place, after them.
 
-    Source: torch_recurrent_gated_delta_rule. `state` is changed in place.
+    Source: torch_recurrent_gated_delta_rule. Returns [stop - start, HV, V] float32.
     """
-    outputs = []
-    for t in range(rows.beta.shape[0]):
+    outputs = [state.new_empty((state.shape[0], 0, state.shape[2]))]
+    for t in range(start, stop):
         state.mul_(rows.decay[t][:, None, None])
         key = rows.key[t].unsqueeze(1)  # [HV, 1, K]
         error = rows.value[t] - torch.bmm(key, state).squeeze(1)

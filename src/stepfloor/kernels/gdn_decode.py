@@ -38,22 +38,14 @@ def gdn_decode_reference(
     outputs = []
     for b in range(count):
         slot, accepted = int(slots[b]), int(pending[b])
-        if accepted:
-            replayed = delta_rows(
-                raw_rows[slot, : history + accepted],
-                gate_rows[slot, :accepted],
-                conv_weight,
-                a_log,
-                dt_bias,
-                key_heads,
-                key_dim,
-            )
-            delta_rule(replayed, state[slot])
-        window = torch.cat((raw_rows[slot, accepted : accepted + history], raw[b]))
-        raw_rows[slot, : history + rows] = window
+        # pending and new rows are neighbours, so one convolution serves the replay and the step
+        window = torch.cat((raw_rows[slot, : history + accepted], raw[b]))
+        window_gates = torch.cat((gate_rows[slot, :accepted], gates[b]))
+        operands = delta_rows(window, window_gates, conv_weight, a_log, dt_bias, key_heads, key_dim)
+        delta_rule(operands, state[slot], 0, accepted)
+        outputs.append(delta_rule(operands, state[slot].clone(), accepted, accepted + rows))
+        raw_rows[slot, : history + rows] = window[accepted:]
         gate_rows[slot, :rows] = gates[b]
-        fresh = delta_rows(window, gates[b], conv_weight, a_log, dt_bias, key_heads, key_dim)
-        outputs.append(delta_rule(fresh, state[slot].clone()))
     mixed = torch.cat(outputs).to(projected.dtype)  # [B * R, HV, V]
     gate = z.reshape(count * rows, heads, value_dim)
     return gated_norm(mixed, gate, norm_weight, eps, activation).reshape(count, rows, -1)

@@ -34,7 +34,7 @@ def gdn_prefill_reference(
 ) -> Tensor:
     """The recurrence, row by row."""
     rows, z = _operands(projected, history, conv_weight, a_log, dt_bias, norm_weight, key_heads, key_dim)
-    mixed = delta_rule(rows, state).to(projected.dtype)
+    mixed = delta_rule(rows, state, 0, projected.shape[0]).to(projected.dtype)
     return gated_norm(mixed, z, norm_weight, eps, activation).flatten(1)
 
 
