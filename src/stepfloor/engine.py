@@ -39,6 +39,13 @@ class Counters:
             self.drafted[position] += 1
             self.accepted[position] += position < min(accepted, consumed)
 
+    def add(self, other: "Counters") -> None:
+        """Add another run's counts."""
+        self.decode_steps += other.decode_steps
+        self.delivered += other.delivered
+        self.drafted = [a + b for a, b in zip(self.drafted, other.drafted, strict=True)]
+        self.accepted = [a + b for a, b in zip(self.accepted, other.accepted, strict=True)]
+
     def acceptance(self) -> list[float]:
         """Share of the drafts at each position that were accepted; empty before the first step."""
         return [a / d for a, d in zip(self.accepted, self.drafted, strict=True) if d]
