@@ -4,10 +4,12 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import torch
+
 from stepfloor.cache.tensors import num_pages, positions_needed
 from stepfloor.config import EngineConfig
 from stepfloor.errors import UserError
-from stepfloor.model.load import load_model
+from stepfloor.model.load import is_small, load_model
 from stepfloor.request import Batch, Piece, Request
 from stepfloor.sampler.sampler import Sampler
 from stepfloor.scheduler.scheduler import Scheduler
@@ -70,6 +72,8 @@ class Engine:
         self.config = config
         self.vocab_size = model_config.vocab_size
         self.tokenizer = tokenizer
+        if config.device == "cpu" and is_small(checkpoint):
+            torch.set_num_threads(1)
         model = load_model(checkpoint, positions_needed(config), config.device, drafter=config.spec_tokens > 0)
         sampler = Sampler(self.vocab_size, config.max_num_seqs, config.spec_tokens, config.acceptance, config.device)
         self.step = Step(model, sampler, config)
