@@ -51,7 +51,7 @@ class Network:
     def target(self, weights: Weights, tokens: Tensor, mode: Mode) -> tuple[Tensor, Tensor, Tensor]:
         """tokens [B, T] -> the vector the head reads [B, T, D], R before the final mixer, extra [3]."""
         c = self.config
-        residual = weights[MODEL + "embed_tokens.weight"][tokens]
+        residual = F.embedding(tokens, weights[MODEL + "embed_tokens.weight"])
         residual = F.dropout(residual, mode.dropout, mode.dropout > 0).repeat(1, 1, c.hc_count)
         cos, sin = rope_tables(c.rope, tokens.shape[1], residual.dtype, str(self._device))
         dense = torch.tensor(mode.dense, device=self._device)
@@ -87,7 +87,7 @@ class Network:
         """
         c, w = self.config, part(weights, "mtp.")
         layer = part(w, "layers.0.")
-        embedded = weights[MODEL + "embed_tokens.weight"][following]
+        embedded = F.embedding(following, weights[MODEL + "embed_tokens.weight"])
         embedded = norm(embedded, w["pre_fc_norm_embedding.weight"], c.rms_norm_eps)
         embedded = F.linear(embedded, w["fc_embedding.weight"]).unsqueeze(-2)  # [B, T, 1, D]
         cos, sin = rope_tables(c.rope, following.shape[1], residual.dtype, str(self._device))
@@ -310,7 +310,7 @@ def experts(c: ModelConfig, w: Weights, x: Tensor) -> tuple[Tensor, Tensor, Tens
 def ple(c: ModelConfig, w: Weights, residual: Tensor, rows: Tensor, dropout: float) -> Tensor:
     """Add the n-gram rows to R: rows [B, T, heads] of the table, gated by R, then a dilated convolution."""
     streams, eps = c.hc_count, c.rms_norm_eps
-    e = w[TABLE.removeprefix("ple.")][rows].flatten(2)
+    e = F.embedding(rows, w[TABLE.removeprefix("ple.")]).flatten(2)
     e = F.dropout(e, dropout, dropout > 0)
     key = norm(F.linear(e, w["key_proj.weight"]), w["norm_key.weight"], eps, streams).unflatten(-1, (streams, -1))
     query = norm(residual, w["norm_query.weight"], eps, streams).unflatten(-1, (streams, -1))
