@@ -41,6 +41,6 @@ def losses(net: Network, weights: Weights, rows: Tensor, mode: Mode) -> Losses:
         draft = F.linear(vector[:, j:-1], head).float()
         agreement = (wanted[:, j:] * draft).sum(-1)
         drafts.append((draft.logsumexp(-1) - agreement).mean())
-    extra = (extra + more) / len(net.config.layer_types)
+    extra = (extra + more) / (len(net.config.layer_types) + DRAFT_PASSES)
     total = next_token + _DRAFT * sum(drafts) + _BALANCE * extra[0] + _ROUTER_Z * extra[1] + _INDEX * extra[2]
     return Losses(total, next_token.detach(), torch.stack(drafts).detach(), extra.detach())

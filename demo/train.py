@@ -92,7 +92,7 @@ def train(
         weight.requires_grad_()
     optimizer = Optimizer(master, arguments.rate, arguments.decay)
     plain = Network(config, device)
-    net = _compiled(plain, weights, batches.next().to(device)) if arguments.compile else plain
+    net = _compiled(plain, weights, batches.next().to(device), arguments.dropout) if arguments.compile else plain
     held = [tokenizer.encode(d.text) for d in corpus.documents if d.held_out]
     marks = [0.1, 0.25, 0.5, 0.75]
     seen, since, logged = 0, time.monotonic(), 0
@@ -169,12 +169,12 @@ def _first(corpus: Corpus, count: int | None) -> Corpus:
     return Corpus((*corpus.documents[:count], *aside), questions)
 
 
-def _compiled(plain: Network, weights: Weights, rows: Tensor) -> Network:
+def _compiled(plain: Network, weights: Weights, rows: Tensor, dropout: float) -> Network:
     """The network with its blocks compiled, tried out on rows; the plain one where that fails."""
     net = Network(plain.config, rows.device, lambda f: torch.compile(f, dynamic=False))
     begun = time.monotonic()
     try:
-        losses(net, weights, rows, Mode(0.1)).total.backward()
+        losses(net, weights, rows, Mode(dropout)).total.backward()
     except Exception as error:  # a compiler's failure can be anything, and must not cost the run
         print(f"not compiled: {str(error)[:500]}", flush=True)
         net = plain
