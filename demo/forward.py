@@ -47,14 +47,16 @@ class Network:
         constants = config.ngram_hash
         numbers = (constants.multipliers, constants.sizes, constants.offsets)
         self._hash = [torch.tensor(n, device=device) for n in numbers]
+        # Made once: a copy from the host in the middle of a step would wait for the device.
+        self._dense = {flag: torch.tensor(flag, device=device) for flag in (False, True)}
+        self._rotations: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def target(self, weights: Weights, tokens: Tensor, mode: Mode) -> tuple[Tensor, Tensor, Tensor]:
         """tokens [B, T] -> the vector the head reads [B, T, D], R before the final mixer, extra [3]."""
         c = self.config
         residual = F.embedding(tokens, weights[MODEL + "embed_tokens.weight"])
         residual = F.dropout(residual, mode.dropout, mode.dropout > 0).repeat(1, 1, c.hc_count)
-        cos, sin = rope_tables(c.rope, tokens.shape[1], residual.dtype, str(self._device))
-        dense = torch.tensor(mode.dense, device=self._device)
+        cos, sin = self._rotation(tokens.shape[1], residual.dtype)
         extra = residual.new_zeros(3, dtype=torch.float32)
         for i, kind in enumerate(c.layer_types):
             w = part(weights, f"{MODEL}layers.{i}.")
@@ -65,7 +67,9 @@ class Network:
             if kind == LINEAR:
                 y = self._delta_net(c, part(w, "linear_attn."), x)
             else:
-                y, _, _, index = self._attention(c, part(w, "self_attn."), x, cos, sin, [], None, dense)
+                y, _, _, index = self._attention(
+                    c, part(w, "self_attn."), x, cos, sin, [], None, self._dense[mode.dense]
+                )
             residual = self._write(residual, y, inject, mode.dropout)
             residual, more = self._experts_layer(w, residual, index, mode)
             extra = extra + more
@@ -90,8 +94,7 @@ class Network:
         embedded = F.embedding(following, weights[MODEL + "embed_tokens.weight"])
         embedded = norm(embedded, w["pre_fc_norm_embedding.weight"], c.rms_norm_eps)
         embedded = F.linear(embedded, w["fc_embedding.weight"]).unsqueeze(-2)  # [B, T, 1, D]
-        cos, sin = rope_tables(c.rope, following.shape[1], residual.dtype, str(self._device))
-        dense = torch.tensor(mode.dense, device=self._device)
+        cos, sin = self._rotation(following.shape[1], residual.dtype)
         extra, keep = residual.new_zeros(3, dtype=torch.float32), None
         earlier: list[tuple[Tensor, Tensor]] = []
         outputs = []
@@ -99,7 +102,9 @@ class Network:
             hidden = norm(residual, w["pre_fc_norm_hidden.weight"], c.rms_norm_eps).unflatten(-1, (c.hc_count, -1))
             residual = (F.linear(hidden, w["fc_hidden.weight"]) + embedded).flatten(-2)
             x, inject = self._read(c, part(layer, "attn_hyper_connection."), residual)
-            y, keys, keep, index = self._attention(c, part(layer, "self_attn."), x, cos, sin, earlier, keep, dense)
+            y, keys, keep, index = self._attention(
+                c, part(layer, "self_attn."), x, cos, sin, earlier, keep, self._dense[mode.dense]
+            )
             residual = self._write(residual, y, inject, mode.dropout)
             residual, more = self._experts_layer(layer, residual, index, mode)
             outputs.append(self._read(c, part(w, "hyper_connection_mixer."), residual)[0])
@@ -112,6 +117,11 @@ class Network:
         x, inject = self._read(self.config, part(w, "mlp_hyper_connection."), residual)
         y, balance, router_z = self._experts(self.config, part(w, "mlp."), x)
         return self._write(residual, y, inject, mode.dropout), torch.stack((balance, router_z, index))
+
+    def _rotation(self, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        if (rows, dtype) not in self._rotations:
+            self._rotations[rows, dtype] = rope_tables(self.config.rope, rows, dtype, str(self._device))
+        return self._rotations[rows, dtype]
 
     def _rows(self, tokens: Tensor) -> Tensor:
         c = self.config

@@ -98,13 +98,14 @@ def train(
     seen, since, logged = 0, time.monotonic(), 0
     while (progress := clock.progress()) < 1:
         mode = Mode(arguments.dropout, dense=progress < _DENSE_SHARE)
-        rows = batches.next().to(device, non_blocking=True)
+        rows = batches.next()
+        rows = rows.pin_memory().to(device, non_blocking=True) if on_gpu else rows
         result = losses(net, weights, rows, mode)
         result.total.backward()
         optimizer.step(weights.values(), rate(progress))
         clock.step()
         seen += rows[:, 1:].numel()
-        if clock.steps in (1, 2, 5, 10, 20) or clock.steps % 100 == 0:
+        if clock.steps in (1, 2, 5, 10, 20) or clock.steps % 200 == 0:
             # reading the loss waits for the device, so the time below is of finished work
             line = _line(clock, result, progress)
             now = time.monotonic()
