@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+
+from demo import train as recipe
 from demo.evaluate import _windows, choices, delivered, held_out
 from demo.forward import Mode, Network
 from demo.losses import losses
 from demo.optimizer import orthogonal
 from demo.weights import MODEL, Weights, load, shapes
-
-from demo import train as recipe
 from stepfloor.config import ModelConfig
 from stepfloor.tokenizer.tokenizer import Tokenizer
 
