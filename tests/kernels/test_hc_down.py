@@ -66,7 +66,9 @@ def test_write_norm_and_projections_are_the_sources(recording: Recording, layer:
     ):
         projected = source_projection(recording, prefix)[:, rows].double().abs()
         # three steps: the product's and the quotient's pass through the function, whose own result is rounded
-        bound = slope * (moved[:, rows] + 2 * step * projected) / streams + (step + 4 * 2.0**-24) * source.double().abs()
+        bound = (
+            slope * (moved[:, rows] + 2 * step * projected) / streams + (step + 4 * 2.0**-24) * source.double().abs()
+        )
         assert_within(ours, source, bound)
         assert_rounded_alike(ours, source)
 

@@ -67,9 +67,7 @@ def test_block_scales_go_with_their_rows() -> None:
 
 @pytest.mark.parametrize("name", TABLE_FORMATS)
 def test_rows_do_not_disturb_each_other(name: str) -> None:
-    assert_rows_alone(
-        ngram_gather, ngram_gather_inputs(21, 5, 16, 11, 3, name, torch.bfloat16, "cpu"), ("rows",)
-    )
+    assert_rows_alone(ngram_gather, ngram_gather_inputs(21, 5, 16, 11, 3, name, torch.bfloat16, "cpu"), ("rows",))
 
 
 def test_heads_lie_side_by_side_in_order() -> None:

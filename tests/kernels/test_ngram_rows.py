@@ -206,7 +206,9 @@ def test_shared_inputs_hold_end_of_text(vocabulary: int) -> None:
     together = ngram_rows(**inputs)
     for b in range(4):
         one = slice(b, b + 1)
-        assert_same(ngram_rows(**{**inputs, "tokens": inputs["tokens"][one], "history": inputs["history"][one]})[0], together[b])
+        assert_same(
+            ngram_rows(**{**inputs, "tokens": inputs["tokens"][one], "history": inputs["history"][one]})[0], together[b]
+        )
         sequence = [*inputs["history"][b].tolist(), *inputs["tokens"][b].tolist()]
         field = {name: inputs[name].tolist() for name in ("multipliers", "sizes", "offsets")} | {"eos": inputs["eos"]}
         assert together[b].tolist() == plain_rows(sequence, field)[2:]
