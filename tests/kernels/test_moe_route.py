@@ -45,7 +45,7 @@ def test_experts_and_weights_are_the_sources(recording: Recording, layer: int) -
     inputs = source_inputs(recording, layer)
     ids, weights, _, _ = moe_route(**inputs)
     logits, wanted_weights, wanted_ids = (recording.out(prefix, i) for i in range(3))
-    # a logit may move by the product's two orders, in bf16 by a step on top; where two experts lie closer, either is right
+    # a logit may move by the product's two orders, in bf16 by a step on top; of experts that lie closer either is right
     moved = (sum_bound(inputs["x"], inputs["router"]) + 2 * UNIT[recording.dtype] * logits.double().abs()).amax(-1)
     ranked = logits.double().sort(-1, descending=True).values
     gaps = ranked[:, : inputs["topk"]] - ranked[:, 1 : inputs["topk"] + 1]

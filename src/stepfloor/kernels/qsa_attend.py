@@ -47,7 +47,7 @@ def kept_positions(selected: Tensor, position: int, ratio: int) -> Tensor:
     """Positions one row keeps, ascending: selected [topk] blocks (-1 for none), then the tail up to `position`."""
     complete = (position + 1) // ratio
     tail = torch.arange(complete * ratio, position + 1, device=selected.device)
-    blocks = selected[: min(complete, selected.shape[0])]
+    blocks = selected[selected >= 0]
     inside = blocks[:, None] * ratio + torch.arange(ratio, device=selected.device)
     return torch.cat((inside.flatten(), tail))
 
