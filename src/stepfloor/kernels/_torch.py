@@ -82,13 +82,14 @@ def softplus(x: Tensor) -> Tensor:
 class DeltaRows:
     """Operands of the gated delta rule for T rows, float32.
 
-    query, key [T, HV, K] (unit length, query over sqrt(K)); value [T, HV, V]; decay, beta [T, HV]
+    query, key [T, HV, K] (unit length, query over sqrt(K)); value [T, HV, V]; log_decay, beta [T, HV]
+    The decay travels as its logarithm: exp of less than -104 is 0 in float32, and the chunk form needs it back.
     """
 
     query: Tensor
     key: Tensor
     value: Tensor
-    decay: Tensor
+    log_decay: Tensor
     beta: Tensor
 
 
@@ -121,7 +122,7 @@ def delta_rows(
         unit(query) / key_dim**0.5,
         unit(key),
         value.reshape(rows, heads, -1),
-        log_decay.exp(),
+        log_decay,
         sigmoid(b).float(),
     )
 
@@ -132,8 +133,9 @@ def delta_rule(rows: DeltaRows, state: Tensor, start: int, stop: int) -> Tensor:
     Source: torch_recurrent_gated_delta_rule. Returns [stop - start, HV, V] float32.
     """
     outputs = [state.new_empty((state.shape[0], 0, state.shape[2]))]
+    decay = rows.log_decay.exp()
     for t in range(start, stop):
-        state.mul_(rows.decay[t][:, None, None])
+        state.mul_(decay[t][:, None, None])
         key = rows.key[t].unsqueeze(1)  # [HV, 1, K]
         error = rows.value[t] - torch.bmm(key, state).squeeze(1)
         state.baddbmm_(key.transpose(1, 2), (rows.beta[t][:, None] * error).unsqueeze(1))

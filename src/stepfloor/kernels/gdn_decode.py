@@ -76,10 +76,16 @@ def gdn_decode(
     slots        [B] int64; pending [B] int64, rows of the last step that were accepted (0 after a prefill)
     conv_weight  [C, taps] float32; a_log, dt_bias [HV] float32; norm_weight [V] in the dtype of projected
     key_heads    query and key heads; key_dim  K; eps  of the norm; activation  sigmoid or silu, of the gate
-    Returns [B, R, HV * V]. Raises ValueError if R exceeds the rows that can be pending.
+    Returns [B, R, HV * V]. Raises ValueError if R exceeds the rows that can be pending or the shapes disagree.
     """
     if projected.shape[1] > gate_rows.shape[1]:
         raise ValueError(f"gdn_decode holds {gate_rows.shape[1]} pending rows a sequence; got {projected.shape[1]}")
+    columns = conv_weight.shape[0] + a_log.shape[0] * (norm_weight.shape[0] + 2)
+    if projected.shape[2] != columns or slots.shape != projected.shape[:1] or pending.shape != slots.shape:
+        raise ValueError(
+            f"gdn_decode wants projected [B, R, {columns}], slots [B], pending [B]; got {tuple(projected.shape)}, "
+            f"{tuple(slots.shape)}, {tuple(pending.shape)}"
+        )
     return gdn_decode_reference(
         projected,
         state,
