@@ -9,6 +9,9 @@ from hypothesis import HealthCheck, settings
 torch.set_num_threads(1)
 
 settings.register_profile(
-    "stepfloor", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    "stepfloor",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("stepfloor")

@@ -59,6 +59,4 @@ class Ours:
 
 def kept_sets(selected: Tensor, first: int, ratio: int) -> list[set[int]]:
     """Positions each row of one sequence keeps; selected [R, topk]."""
-    return [
-        set(qsa_attend.kept_positions(row, first + r, ratio).tolist()) for r, row in enumerate(selected)
-    ]
+    return [set(qsa_attend.kept_positions(row, first + r, ratio).tolist()) for r, row in enumerate(selected)]
