@@ -2,10 +2,11 @@
 
 Bounds. float32: 2e-5 on logits of size 1 to 4, as the architecture asks; a value passes some 40 roundings of 2**-24
 a layer that add up as a random walk, so an eighth of that is usual. Some random models are worse conditioned (the
-n-gram gate takes the root of a score near zero, short keys are scaled to unit length), and the oracle's one pass and
-its own cache then differ by up to 5e-5; for those the bound is four times that difference: two errors of that size
-on either side. Routing and block selection are steps: where the oracle's own margin at one is below what such errors
-can move, either side is right. Such a place is printed, and nothing from that row on is compared.
+n-gram gate takes the root of a score near zero, short keys are scaled to unit length): one row in a thousand of the
+oracle then moves by 1e-4 when its input moves by a last bit or its chunks change. There the bound is four times what
+the oracle was seen to move, two errors of that size on either side. Routing and block selection are steps: where the
+oracle's own margin at one is below what such errors can move, either side is right. Such a place is printed, and
+nothing from that row on is compared.
 """
 
 import math
@@ -229,12 +230,23 @@ def cached_logits(oracle: Oracle, tokens: list[int], cuts: tuple[int, ...]) -> T
     return torch.cat(parts)
 
 
-def own_bound(one_pass: Tensor, cached: Tensor) -> float:
-    """2e-5, or more where the oracle cannot agree with itself that well."""
-    bound = max(BOUND, 4 * apart(one_pass, cached))
-    if bound > BOUND:
-        print(f"the oracle's one pass and cache differ by {bound / 4:.1e}; compared to {bound:.1e}")
-    return bound
+@torch.no_grad()
+def own_bound(oracle: Oracle, tokens: list[int], expected: Tensor, clear: int) -> float:
+    """2e-5, or more where the oracle cannot agree with itself that well: other chunks, other last bits of its input."""
+    others = [cached_logits(oracle, tokens, cuts) for cuts in ((1,), (len(tokens) // 2,))]
+    table = oracle.model.model.embed_tokens.weight
+    kept = table.clone()
+    for sign in (1, -1):
+        noise = torch.randn(table.shape, generator=torch.Generator().manual_seed(0))
+        table.copy_(kept * (1 + sign * 2.0**-24 * noise))
+        with ranking():
+            others.append(oracle.logits(tokens))
+    table.copy_(kept)
+    spread = max(apart(other[:clear], expected[:clear]) for other in others)
+    if 4 * spread <= BOUND:
+        return BOUND
+    print(f"the oracle differs from itself by {spread:.1e}; compared to {4 * spread:.1e}")
+    return 4 * spread
 
 
 def check_one_pass(case: Case) -> None:
@@ -252,7 +264,7 @@ def check_one_pass(case: Case) -> None:
             assert a[:clear] == b[:clear], f"sparse layer {layer} keeps other positions"
         last = range(max(1, len(case.tokens) - 3), len(case.tokens))
         cached = cached_logits(oracle, case.tokens, (*case.cuts[:2], *last))
-        bound = own_bound(expected[:clear], cached[:clear])
+        bound = own_bound(oracle, case.tokens, expected, clear)
         assert apart(logits[:clear], expected[:clear]) <= bound
         assert apart(logits[:clear], cached[:clear]) <= bound
         assert torch.equal(ours.logits(case.tokens, case.cuts), logits), "chunking shows"
@@ -294,7 +306,7 @@ def check_greedy(case: Case, new_tokens: int = 64) -> None:
         with watch(oracle.model) as theirs:
             logits = oracle.logits(text[:-1])
         clear = theirs.clear_rows(len(text) - 1)
-        bound = own_bound(logits[:clear], cached_logits(oracle, text[:-1], (len(case.tokens),))[:clear])
+        bound = own_bound(oracle, text[:-1], logits, clear)
         for row in range(len(case.tokens) - 1, clear):
             best, chosen = logits[row].max(), logits[row, text[row + 1]]
             if text[row + 1] != int(logits[row].argmax()):
@@ -304,7 +316,7 @@ def check_greedy(case: Case, new_tokens: int = 64) -> None:
                 assert gap <= room
 
 
-@pytest.mark.parametrize("seed", [1, 2])  # seeds without a near-tie
+@pytest.mark.parametrize("seed", [1, 3, 4])  # seeds without a near-tie
 def test_the_tiny_model_within_the_architectures_bound(tmp_path: Path, seed: int) -> None:
     # 15 blocks for a budget of 4; the end of text inside, doubled, and at an edge of a chunk
     oracle = Oracle(tmp_path, seed)
