@@ -1,6 +1,7 @@
 """A request goes in, pieces of text come out: the loop that knows every stage, and nothing else."""
 
 import secrets
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -34,7 +35,12 @@ class Counters:
     delivered: int = 0
 
     def count(self, accepted: int, consumed: int) -> None:
-        """Add one verification: drafts accepted, and ids looked at before the request ended (a stop id included)."""
+        """Add one verification: drafts accepted, and tokens looked at before the request ended (a stop id included).
+
+        One that gave no token at all, because the logits were not finite, is not counted.
+        """
+        if not consumed:
+            return
         self.decode_steps += 1
         self.delivered += consumed
         for position in range(len(self.drafted)):
@@ -88,41 +94,61 @@ class Engine:
         special = () if tokenizer is None else tokenizer.special_ids
         self.stream = Stream(None if tokenizer is None else tokenizer.token_bytes, special)
         self.counters = Counters([0] * config.spec_tokens, [0] * config.spec_tokens)
+        self.under_way: tuple[Batch, StepOutput] | None = None
+        self.pieces: deque[Piece] = deque()  # made and not taken yet
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises UserError for bad sampling values, foreign token ids or a prompt too long."""
+        """Queue a request; a refused one leaves nothing behind.
+
+        Raises UserError for bad sampling values, foreign token ids, a prompt too long, stop strings that cannot be
+        found and a request id in use.
+        """
         request.sampling.check(self.vocab_size)
         for token in request.token_ids:
             if not 0 <= token < self.vocab_size:
                 raise UserError(f"token ids must be 0 to {self.vocab_size - 1}; the prompt holds {token}")
         if request.sampling.seed is None:
             request = replace(request, sampling=replace(request.sampling, seed=secrets.randbits(63)))
-        self.scheduler.submit(request)
         self.stream.open(request)
+        try:
+            self.scheduler.submit(request)
+        except UserError:
+            self.stream.close(request.request_id)
+            raise
 
     def cancel(self, request_id: str) -> None:
         """Stop a request; nothing more of it is delivered."""
         self.scheduler.end(request_id)
         self.stream.close(request_id)
+        self.pieces = deque(piece for piece in self.pieces if piece.request_id != request_id)
 
     def run(self) -> Iterator[Piece]:
-        """Serve until no request is left, one step ahead of the ids it reads."""
-        previous: tuple[Batch, StepOutput] | None = None
-        while previous is not None or self.scheduler.has_work():
-            batch = self.scheduler.next_batch()
-            current = (batch, self.step.run(batch)) if batch.chunks or batch.decodes else None
-            if previous is not None:
-                yield from self._deliver(*previous)
-            previous = current
+        """Serve until no request is left, one step ahead of the ids it reads.
 
-    def _deliver(self, batch: Batch, output: StepOutput) -> Iterator[Piece]:
+        Requests may be submitted and cancelled between pieces; a run that was left goes on with the next one.
+        """
+        while True:
+            while self.pieces:
+                yield self.pieces.popleft()
+            if self.under_way is None and not self.scheduler.has_work():
+                return
+            batch = self.scheduler.next_batch()
+            current = (batch, self.step.run(batch)) if batch != Batch() else None
+            previous, self.under_way = self.under_way, current
+            if previous is not None:
+                self._deliver(*previous)
+
+    def _deliver(self, batch: Batch, output: StepOutput) -> None:
         """Turn what a step emitted into pieces, and end the sequences that are done."""
         emitted = output.wait()
         for delivery in self.scheduler.commit(batch, emitted):
-            if delivery.slot in batch.decodes:
-                self.counters.count(len(emitted[delivery.slot]) - 1, delivery.consumed)
             piece = self.stream.push(delivery.request_id, delivery.token_ids, delivery.finish_reason)
+            if delivery.slot in batch.decodes:
+                # a stop string may end the text before the last token that the scheduler let through
+                cut = len(piece.token_ids) < len(delivery.token_ids)
+                consumed = len(piece.token_ids) if cut else delivery.consumed
+                self.counters.count(len(emitted[delivery.slot]) - 1, consumed)
             if piece.finish_reason is not None:
                 self.scheduler.end(delivery.request_id)  # a stop string ends what the scheduler would go on with
             if piece.token_ids or piece.finish_reason is not None:
-                yield piece
+                self.pieces.append(piece)

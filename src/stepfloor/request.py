@@ -113,23 +113,25 @@ class Join:
 class Batch:
     """What one step runs, in integers only.
 
-    joins    slots to reset before anything else
+    leaves   slots that were given back since the last batch, released before anything else
+    joins    slots to reset, some of them just released
     chunks   prompt chunks, run one after another before the decode rows
     decodes  slots whose newest tokens are verified, spec_tokens + 1 rows each
-    owners   (slot, request id) of every slot that this step will give tokens
+    owners   (slot, serial number of its sequence) of every slot that this step will give tokens
     """
 
+    leaves: tuple[int, ...] = ()
     joins: tuple[Join, ...] = ()
     chunks: tuple[Chunk, ...] = ()
     decodes: tuple[int, ...] = ()
-    owners: tuple[tuple[int, str], ...] = ()
+    owners: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
     """What one step gave one request, which held `slot`.
 
-    token_ids  delivered, stop id removed; consumed  ids of the step that were looked at, a stop id included
+    token_ids  delivered, stop id removed; consumed  tokens of the step that were looked at, a stop id included
     """
 
     request_id: str

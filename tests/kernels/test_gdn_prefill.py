@@ -160,7 +160,7 @@ def test_chunk_form_is_the_recurrence(t: int) -> None:
     rows, state = random_rows(t, 3, 6, 5, 2.0, torch.float64)
     output, after = chunked(rows, state)
     recurrent = state.clone()
-    wanted = delta_rule(rows, recurrent)
+    wanted = delta_rule(rows, recurrent, 0, rows.beta.shape[0])
     # the float32 derivation below, with float64's unit
     bound = 2.0**-29 * chunk_bound(rows, wanted, recurrent)
     assert_within(output, wanted, bound)
@@ -187,7 +187,7 @@ def test_chunk_form_in_float32_stays_within_its_bound(strongest: float) -> None:
     output, after = chunked(rows, state)
     exact = DeltaRows(*(getattr(rows, name).double() for name in DeltaRows.__slots__))
     recurrent = state.double()
-    wanted = delta_rule(exact, recurrent)
+    wanted = delta_rule(exact, recurrent, 0, exact.beta.shape[0])
     bound = chunk_bound(rows, wanted, recurrent)
     assert_within(output.double(), wanted, bound)
     assert_within(after.double(), recurrent, bound)

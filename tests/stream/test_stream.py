@@ -79,6 +79,13 @@ def test_an_empty_stop_string_is_the_users_mistake() -> None:
     stream.open(Request("r", ()))  # the refusal left nothing behind
 
 
+def test_a_request_id_in_use_is_refused() -> None:
+    stream = Stream()
+    stream.open(Request("r", ()))
+    with pytest.raises(UserError, match="request ids must differ; 'r' is running"):
+        stream.open(Request("r", ()))
+
+
 def test_a_finished_request_is_closed() -> None:
     stream = Stream(FOX.__getitem__)
     stream.open(Request("r", ()))

@@ -15,6 +15,8 @@ from torch import Tensor
 from stepfloor.formats.codec import PackedWeight
 
 TILE_ROWS = 8
+# MKL's products of 2 or 3 columns give a row other bits at other places of the tile (K = 32 to 160, AVX-512 Xeon).
+LEAST_COLUMNS = 8
 
 
 def product(x: Tensor, weights: PackedWeight | Sequence[PackedWeight]) -> Tensor:
@@ -33,9 +35,16 @@ def tiled_product(x: Tensor, w: Tensor) -> Tensor:
     count = rows.shape[0]
     if count % TILE_ROWS:
         rows = torch.constant_pad_nd(rows, (0, 0, 0, -count % TILE_ROWS))
+    columns = w.shape[0]
+    w = _wide(w)
     tiles = [F.linear(rows[i : i + TILE_ROWS], w) for i in range(0, count, TILE_ROWS)]
     out = tiles[0] if len(tiles) == 1 else torch.cat(tiles)
-    return out[:count].reshape(*x.shape[:-1], w.shape[0])
+    return out[:count, :columns].reshape(*x.shape[:-1], columns)
+
+
+def _wide(w: Tensor) -> Tensor:
+    """w [N, K], zero rows added where it is too narrow for a product that treats all rows alike."""
+    return torch.constant_pad_nd(w, (0, 0, 0, LEAST_COLUMNS - w.shape[0])) if w.shape[0] < LEAST_COLUMNS else w
 
 
 def rms_norm(x: Tensor, scale: Tensor, eps: float, groups: int = 1) -> Tensor:
@@ -203,6 +212,6 @@ def expert_product(x: Tensor, tiles: ExpertTiles, weights: PackedWeight) -> Tens
     matrix, loaded = None, -1
     for i, expert in enumerate(tiles.experts):
         if matrix is None or expert != loaded:
-            matrix, loaded = weights.expert(expert).dequantize(), expert
-        results.append(F.linear(gathered[i], matrix))
+            matrix, loaded = _wide(weights.expert(expert).dequantize()), expert
+        results.append(F.linear(gathered[i], matrix)[:, : weights.shape[0]])
     return torch.cat(results).to(x.dtype)

@@ -19,10 +19,12 @@ from stepfloor.request import Batch, Chunk, Delivery, FinishReason, Join, Reques
 class Running:
     """A request that holds a slot.
 
+    serial     of its joining; a request id may come back while a step of its last use is still under way
     prefilled  prompt tokens queued so far; delivered  tokens delivered so far
     in_flight  steps queued that will give this sequence at least one token each
     """
 
+    serial: int
     request: Request
     slot: int
     pages: tuple[int, ...]
@@ -57,6 +59,8 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: dict[int, Running] = {}  # by slot, in order of joining
         self.free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self.left: list[int] = []  # slots given back since the last batch
+        self.joined = 0
 
     def has_work(self) -> bool:
         """Whether a step should run."""
@@ -93,7 +97,7 @@ class Scheduler:
         joins = self._admit()
         chunks: list[Chunk] = []
         decodes: list[int] = []
-        owners: list[tuple[int, str]] = []
+        owners: list[tuple[int, int]] = []
         for sequence in self.running.values():
             if sequence.prefilled < len(sequence.request.token_ids):
                 if chunks:
@@ -106,15 +110,16 @@ class Scheduler:
             else:
                 continue  # the steps under way are sure to end it
             sequence.in_flight += 1
-            owners.append((sequence.slot, sequence.request.request_id))
-        return Batch(tuple(joins), tuple(chunks), tuple(decodes), tuple(owners))
+            owners.append((sequence.slot, sequence.serial))
+        leaves, self.left = self.left, []
+        return Batch(tuple(leaves), tuple(joins), tuple(chunks), tuple(decodes), tuple(owners))
 
     def commit(self, batch: Batch, emitted: Mapping[int, Sequence[int]]) -> list[Delivery]:
         """Take the results of a step, slot -> ids; stop ids and limits are applied here, token by token."""
         deliveries = []
-        for slot, request_id in batch.owners:
+        for slot, serial in batch.owners:
             sequence = self.running.get(slot)
-            if sequence is None or sequence.request.request_id != request_id:
+            if sequence is None or sequence.serial != serial:
                 continue  # ended since the step was queued
             sequence.in_flight -= 1
             delivery = self._deliver(sequence, emitted[slot])
@@ -132,7 +137,8 @@ class Scheduler:
                 break  # first come, first served: nobody overtakes
             self.waiting.popleft()
             slot = self.free_slots.pop()
-            self.running[slot] = Running(request, slot, pages)
+            self.running[slot] = Running(self.joined, request, slot, pages)
+            self.joined += 1
             joins.append(Join(slot, pages, request.token_ids, request.sampling))
         return joins
 
@@ -148,10 +154,10 @@ class Scheduler:
         reason: FinishReason | None = None
         consumed = 0
         for token in ids:
-            consumed += 1
             if token < 0:
                 reason = "error"  # the sampler saw logits that are not numbers
                 break
+            consumed += 1
             if token in request.stop_token_ids:
                 reason = "stop"
                 break
@@ -178,3 +184,4 @@ class Scheduler:
         del self.running[sequence.slot]
         self.allocator.free(sequence.pages)
         self.free_slots.append(sequence.slot)
+        self.left.append(sequence.slot)

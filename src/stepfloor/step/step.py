@@ -63,11 +63,13 @@ class Step:
         self.rejected = integers(slots)
         self.history = integers(slots, model.config.ngram_size - 1)
         self.log_q: Tensor | None = None
-        self.assigned: set[int] = set()
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> StepOutput:
         """Queue one step. The ids arrive with StepOutput.wait()."""
+        for slot in batch.leaves:
+            # the steps that still ran for it were queued before, so its settings may change now
+            self.sampler.release(slot)
         for join in batch.joins:
             self._join(join)
         parts: list[tuple[tuple[int, ...], Tensor, Tensor]] = []
@@ -81,9 +83,6 @@ class Step:
 
     def _join(self, join: Join) -> None:
         slot = join.slot
-        if slot in self.assigned:
-            self.sampler.release(slot)
-        self.assigned.add(slot)
         self.sampler.assign(slot, join.sampling, join.token_ids)
         self.cache.reset(slot)
         self.cache.page_table[slot].zero_()

@@ -23,10 +23,10 @@ class Stream:
     def open(self, request: Request) -> None:
         """Begin a request.
 
-        Raises UserError for an empty stop string, and for any where there is no tokenizer to find it with.
+        Raises UserError for a request id in use, an empty stop string, and any where no tokenizer can find it.
         """
         if request.request_id in self._texts:
-            raise ValueError(f"request {request.request_id!r} is open already")
+            raise UserError(f"request ids must differ; {request.request_id!r} is running; choose another")
         if "" in request.stop:
             raise UserError(f"a stop string must not be empty; got {list(request.stop)}")
         if self._token_bytes is None:
