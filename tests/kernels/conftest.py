@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from tests.kernels.source import SHAPES, Recording
 
 

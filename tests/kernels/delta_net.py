@@ -3,11 +3,11 @@
 from typing import Any
 
 import torch
-from tests.kernels.source import Recording
 from torch import Tensor
 
 from stepfloor.kernels.gdn_decode import gdn_decode
 from stepfloor.kernels.gdn_prefill import gdn_prefill
+from tests.kernels.source import Recording
 
 CONSTANTS = ("conv_weight", "a_log", "dt_bias", "norm_weight", "key_heads", "key_dim", "eps", "activation")
 

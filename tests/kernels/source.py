@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.oracle import Oracle
 from torch import Tensor, nn
 from transformers import Qwen4ExpTextConfig
 
 from stepfloor.formats.codec import PackedWeight
+from tests.oracle import Oracle
 
 # No width is a multiple of 8, streams are not four, the gate of the delta net is silu.
 ODD: dict[str, Any] = {

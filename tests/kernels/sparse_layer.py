@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tests.kernels.source import Recording
 from torch import Tensor
 
 from stepfloor.kernels.qsa_attend import qsa_attend
 from stepfloor.kernels.qsa_prepare import SparseCache, SparseNorms, SparseShape, qsa_prepare
 from stepfloor.kernels.qsa_select import qsa_select
+from tests.kernels.source import Recording
 
 PAGE_BLOCKS = 2
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tests.kernels.compare import assert_rows_alone, assert_same
-from tests.kernels.source import Recording
 
 from stepfloor.kernels.embed import embed, embed_inputs
+from tests.kernels.compare import assert_rows_alone, assert_same
+from tests.kernels.source import Recording
 
 
 def test_residual_starts_like_the_sources(recording: Recording) -> None:

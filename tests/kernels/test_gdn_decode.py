@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kernels.compare import UNIT, assert_rounded_alike, assert_same, assert_within, copied
-from tests.kernels.delta_net import CONSTANTS, DeltaNet, constants_of, projected_rows, rule_bound
-from tests.kernels.source import Recording
 from transformers import DynamicCache
 
 from stepfloor.kernels.gdn_decode import gdn_decode, gdn_decode_inputs
+from tests.kernels.compare import UNIT, assert_rounded_alike, assert_same, assert_within, copied
+from tests.kernels.delta_net import CONSTANTS, DeltaNet, constants_of, projected_rows, rule_bound
+from tests.kernels.source import Recording
 
 DTYPES = [torch.float32, torch.bfloat16]
 TENSORS = ("state", "raw_rows", "gate_rows")

@@ -7,9 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.kernels.compare import UNIT, assert_rounded_alike, assert_same, assert_within, copied, groups
-from tests.kernels.delta_net import DeltaNet, constants_of, projected_rows, rule_bound
-from tests.kernels.source import Recording
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -21,6 +18,9 @@ from stepfloor.kernels.gdn_prefill import (
     gdn_prefill,
     gdn_prefill_inputs,
 )
+from tests.kernels.compare import UNIT, assert_rounded_alike, assert_same, assert_within, copied, groups
+from tests.kernels.delta_net import DeltaNet, constants_of, projected_rows, rule_bound
+from tests.kernels.source import Recording
 
 DTYPES = [torch.float32, torch.bfloat16]
 

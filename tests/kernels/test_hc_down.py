@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from stepfloor.kernels.hc_down import hc_down, hc_down_inputs
 from tests.kernels.compare import (
     MATRIX_FORMATS,
     UNIT,
@@ -18,8 +20,6 @@ from tests.kernels.compare import (
     with_weights,
 )
 from tests.kernels.source import Recording
-
-from stepfloor.kernels.hc_down import hc_down, hc_down_inputs
 
 DTYPES = [torch.float32, torch.bfloat16]
 PER_ROW = ("residual", "y", "y_weights")

@@ -4,6 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
+from stepfloor.kernels.hc_mix import hc_mix, hc_mix_inputs
 from tests.kernels.compare import (
     MATRIX_FORMATS,
     UNIT,
@@ -18,9 +21,6 @@ from tests.kernels.compare import (
     with_weights,
 )
 from tests.kernels.source import Recording
-from torch import Tensor
-
-from stepfloor.kernels.hc_mix import hc_mix, hc_mix_inputs
 
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -2,6 +2,11 @@
 
 import pytest
 import torch
+from torch.nn.functional import linear as torch_linear
+
+from stepfloor.formats.codec import quantize
+from stepfloor.formats.table import FORMATS
+from stepfloor.kernels.linear import linear, linear_inputs
 from tests.kernels.compare import (
     UNIT,
     assert_rounded_alike,
@@ -14,11 +19,6 @@ from tests.kernels.compare import (
     twin,
 )
 from tests.kernels.source import Recording, as_stored
-from torch.nn.functional import linear as torch_linear
-
-from stepfloor.formats.codec import quantize
-from stepfloor.formats.table import FORMATS
-from stepfloor.kernels.linear import linear, linear_inputs
 
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -4,6 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
+from stepfloor.formats.codec import quantize
+from stepfloor.kernels.moe_down import moe_down, moe_down_inputs
+from stepfloor.kernels.moe_gate_up import moe_gate_up
 from tests.kernels.compare import (
     MATRIX_FORMATS,
     UNIT,
@@ -16,11 +21,6 @@ from tests.kernels.compare import (
     with_weights,
 )
 from tests.kernels.source import Recording, as_stored
-from torch import Tensor
-
-from stepfloor.formats.codec import quantize
-from stepfloor.kernels.moe_down import moe_down, moe_down_inputs
-from stepfloor.kernels.moe_gate_up import moe_gate_up
 
 DTYPES = [torch.float32, torch.bfloat16]
 PER_ROW = ("hidden", "ids", "weights", "shared_hidden", "shared_gate")

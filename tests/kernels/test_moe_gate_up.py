@@ -4,6 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+from stepfloor.formats.codec import PackedWeight
+from stepfloor.kernels.moe_gate_up import moe_gate_up, moe_gate_up_inputs
 from tests.kernels.compare import (
     MATRIX_FORMATS,
     UNIT,
@@ -16,11 +21,6 @@ from tests.kernels.compare import (
     with_weights,
 )
 from tests.kernels.source import Recording, as_stored
-from torch import Tensor
-from torch.nn.functional import linear, silu
-
-from stepfloor.formats.codec import PackedWeight
-from stepfloor.kernels.moe_gate_up import moe_gate_up, moe_gate_up_inputs
 
 DTYPES = [torch.float32, torch.bfloat16]
 

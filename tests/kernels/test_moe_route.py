@@ -4,6 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
+from stepfloor.formats.codec import quantize
+from stepfloor.kernels.moe_route import moe_route, moe_route_inputs
 from tests.kernels.compare import (
     MATRIX_FORMATS,
     UNIT,
@@ -18,10 +22,6 @@ from tests.kernels.compare import (
     with_weights,
 )
 from tests.kernels.source import Recording, as_stored
-from torch import Tensor
-
-from stepfloor.formats.codec import quantize
-from stepfloor.kernels.moe_route import moe_route, moe_route_inputs
 
 DTYPES = [torch.float32, torch.bfloat16]
 

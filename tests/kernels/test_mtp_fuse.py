@@ -4,6 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
+from stepfloor.kernels.mtp_fuse import mtp_fuse, mtp_fuse_inputs
 from tests.kernels.compare import (
     MATRIX_FORMATS,
     UNIT,
@@ -16,9 +19,6 @@ from tests.kernels.compare import (
     with_weights,
 )
 from tests.kernels.source import Recording, as_stored
-from torch import Tensor
-
-from stepfloor.kernels.mtp_fuse import mtp_fuse, mtp_fuse_inputs
 
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from tests.kernels.compare import assert_rows_alone, assert_same, assert_within, decoded, twin, with_weights
-from tests.kernels.source import Recording, as_stored
 
 from stepfloor.formats.codec import PackedWeight, quantize
 from stepfloor.kernels.ngram_gather import ngram_gather, ngram_gather_inputs
+from tests.kernels.compare import assert_rows_alone, assert_same, assert_within, decoded, twin, with_weights
+from tests.kernels.source import Recording, as_stored
 
 DTYPES = [torch.float32, torch.bfloat16]
 TABLE_FORMATS = ["bf16", "fp32", "fp8_tensor", "nvfp4"]

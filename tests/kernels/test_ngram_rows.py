@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.kernels.compare import assert_same
-from tests.kernels.source import EOS, Recording
 
 import stepfloor
 from stepfloor.config import ModelConfig
 from stepfloor.kernels.ngram_rows import ngram_rows, ngram_rows_inputs
+from tests.kernels.compare import assert_same
+from tests.kernels.source import EOS, Recording
 
 # tokens 12, 31, 8, 40 at the start of a sequence; the reversed multipliers would give REVERSED
 FIELD = {"multipliers": [5, 11, 17], "sizes": [97, 89], "offsets": [0, 97], "eos": 50}

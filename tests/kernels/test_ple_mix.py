@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.kernels.compare import UNIT, assert_rounded_alike, assert_same, assert_within, copied, groups
-from tests.kernels.source import Recording
 from torch import Tensor
 
 from stepfloor.kernels.ple_mix import ple_mix, ple_mix_inputs
+from tests.kernels.compare import UNIT, assert_rounded_alike, assert_same, assert_within, copied, groups
+from tests.kernels.source import Recording
 
 DTYPES = [torch.float32, torch.bfloat16]
 PER_ROW = ("residual", "y", "y_weights")

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kernels.compare import UNIT, assert_rounded_alike, assert_same, assert_within, groups
-from tests.kernels.source import Recording
-from tests.kernels.sparse_layer import SparseLayer, source_operands, source_projections
 from torch import Tensor
 
 from stepfloor.kernels.qsa_attend import kept_positions, qsa_attend, qsa_attend_inputs
+from tests.kernels.compare import UNIT, assert_rounded_alike, assert_same, assert_within, groups
+from tests.kernels.source import Recording
+from tests.kernels.sparse_layer import SparseLayer, source_operands, source_projections
 
 DTYPES = [torch.float32, torch.bfloat16]
 

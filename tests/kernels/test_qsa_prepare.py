@@ -8,6 +8,9 @@ import torch
 import transformers.models.qwen4_exp.modeling_qwen4_exp as hf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+
+from stepfloor.kernels.qsa_prepare import SparseShape, qsa_prepare, qsa_prepare_inputs
 from tests.kernels.compare import UNIT, assert_rounded_alike, assert_same, assert_within, copied, groups
 from tests.kernels.source import Recording
 from tests.kernels.sparse_layer import (
@@ -18,9 +21,6 @@ from tests.kernels.sparse_layer import (
     source_operands,
     source_projections,
 )
-from torch import Tensor
-
-from stepfloor.kernels.qsa_prepare import SparseShape, qsa_prepare, qsa_prepare_inputs
 
 DTYPES = [torch.float32, torch.bfloat16]
 ODD = SparseShape(heads=6, kv_heads=3, head_dim=10, index_heads=3, index_dim=12, ratio=4, topk=3)

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kernels.compare import assert_same, groups
-from tests.kernels.source import Recording
-from tests.kernels.sparse_layer import SparseLayer, source_operands, source_projections
 from torch import Tensor
 
 from stepfloor.kernels.qsa_attend import kept_positions
 from stepfloor.kernels.qsa_select import qsa_select, qsa_select_inputs
+from tests.kernels.compare import assert_same, groups
+from tests.kernels.source import Recording
+from tests.kernels.sparse_layer import SparseLayer, source_operands, source_projections
 
 DTYPES = [torch.float32, torch.bfloat16]
 

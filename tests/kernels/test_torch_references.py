@@ -6,7 +6,6 @@ import torch.nn.functional as F
 import transformers.models.qwen4_exp.modeling_qwen4_exp as hf
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.kernels.compare import UNIT, assert_same, assert_within, groups
 from torch import Tensor
 
 from stepfloor.kernels._torch import (
@@ -20,6 +19,7 @@ from stepfloor.kernels._torch import (
     softplus,
     tiled_product,
 )
+from tests.kernels.compare import UNIT, assert_same, assert_within, groups
 
 DTYPES = [torch.float32, torch.bfloat16]
 FUNCTIONS = {"sigmoid": (sigmoid, torch.sigmoid), "silu": (silu, F.silu), "softplus": (softplus, F.softplus)}
