@@ -169,11 +169,12 @@ def linear(x: Tensor, weights: Sequence[PackedWeight | StreamedWeight]) -> Tenso
 
 
 def linear_repack(
-    weight: PackedWeight, device: str | torch.device, cache_dir: Path | None = None
+    weight: PackedWeight, device: str | torch.device, cache_dir: Path | None = None, max_rows: int = 16
 ) -> PackedWeight | StreamedWeight:
     """Move a matrix to a device in the form `linear` is fastest with there; once, at load.
 
     cache_dir  where compiled kernels are kept; the user's cache directory where None
+    max_rows   kernels for up to this many rows are loaded now; others at their first call, which no graph may be
     Returns a StreamedWeight, its decode kernels compiled, or the weight unchanged on the device with one log line
     saying why.
     """
@@ -186,7 +187,7 @@ def linear_repack(
         target = torch.device(target.type, torch.cuda.current_device())
     plan = plan_stream(*weight.shape, torch.cuda.get_device_properties(target).multi_processor_count)
     streamed = StreamedWeight(plan, pack_tape(weight.data.to(target), plan), cache_dir or default_cache_dir())
-    for rows in (8, 16):
+    for rows in (8, *range(16, min(max_rows, MAX_ROWS) + 16, 16)):
         launch_for(plan, choose_variant(plan, rows), target, streamed.cache_dir)
     # kernels request weights before they wait for their predecessor, which the repacking must not be
     torch.cuda.synchronize(target)
@@ -388,9 +389,11 @@ def _why_not_streamed(weight: PackedWeight, device: torch.device) -> str | None:
         return missing
     if torch.cuda.get_device_capability(device)[0] < 9:
         return "the kernel needs compute capability 9.0 (bulk copies)"
-    plan = plan_stream(n, k, torch.cuda.get_device_properties(device).multi_processor_count)
-    if max(shared_bytes(plan, choose_variant(plan, rows)) for rows in (8, 16, MAX_ROWS)) > SHARED_LIMIT:
-        return f"a piece of [{n}, {k}] does not fit into shared memory"
+    properties = torch.cuda.get_device_properties(device)
+    plan = plan_stream(n, k, properties.multi_processor_count)
+    wanted = max(shared_bytes(plan, choose_variant(plan, rows)) for rows in (8, 16, MAX_ROWS))
+    if wanted > properties.shared_memory_per_multiprocessor - 1024:  # 1 KB of every block is the system's
+        return f"its kernels want {wanted} bytes of shared memory, more than {properties.name} has"
     return None
 
 
