@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers.models.qwen4_exp.modeling_qwen4_exp as hf
-from demo.delta import gated_delta_rule
-from demo.forward import Mode, Network, draft_layer
-from demo.weights import MODEL, Weights, part
 from torch import Tensor
 from transformers import AutoConfig
 
+from demo.delta import gated_delta_rule
+from demo.forward import Mode, Network, draft_layer
+from demo.weights import MODEL, Weights, part
 from stepfloor.config import ModelConfig
 from stepfloor.model.rope import rope_tables
 
