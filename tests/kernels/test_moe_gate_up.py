@@ -96,7 +96,7 @@ def test_every_format_is_its_decoded_matrix(name: str, dtype: torch.dtype) -> No
     assert_within(near, ours, bound(inputs["x"], inputs["ids"], inputs["gate_up"].dequantize(), 2.0**-8, dtype) * 1.01)
 
 
-def test_scales_of_one_expert_are_not_anothers() -> None:
+def test_scales_stay_with_their_expert() -> None:
     inputs = moe_gate_up_inputs(3, 32, 8, 4, 2, "nvfp4", torch.float32, "cpu")
     packed = inputs["gate_up"]
     assert packed.scale_2.shape == (4,)
