@@ -227,7 +227,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert sorted(slots) == list(range(self.slots))
         assert len(running) + len(self.queue) == len(self.open)
         assert all(sequence.in_flight >= 0 for sequence in running)
-        assert self.scheduler.has_work() == bool(self.open)
+        assert self.scheduler.has_work() == bool(self.open or self.scheduler.left)
 
     def teardown(self) -> None:
         """Whatever happened, everybody is served in the end, and nothing is held after that."""
