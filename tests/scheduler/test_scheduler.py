@@ -95,9 +95,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(0, 30),
         text=st.lists(st.sampled_from([1, 2, 3, 4, 1, 2, 3, 4, STOP, -1]), min_size=40, max_size=40),
     )
+    def request(self, name: str, prompt: int, max_tokens: int, text: list[int]) -> None:
+        if name not in self.open:  # the engine refuses an id in use
+            self.submit(name, prompt, max_tokens, text)
+
     def submit(self, name: str, prompt: int, max_tokens: int, text: list[int]) -> None:
-        if name in self.open:
-            return  # the engine refuses an id in use
         request = Request(name, tuple(range(prompt)), max_tokens=max_tokens, stop_token_ids=(STOP,))
         if prompt == 0 or prompt >= self.length or max_tokens < 1:
             with pytest.raises(UserError):
@@ -113,6 +115,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.open)), label="request")
         assert self.scheduler.end(name)
         self._forget(name)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), text=st.lists(st.sampled_from([5, 6, STOP]), min_size=40, max_size=40))
+    def start_over(self, data: st.DataObject, text: list[int]) -> None:
+        """The same id at once, with another text: its old step may still be under way in the slot it gets."""
+        name = data.draw(st.sampled_from(sorted(self.open)), label="request")
+        request = self.open[name].request
+        assert self.scheduler.end(name)
+        self._forget(name)
+        self.submit(name, len(request.token_ids), request.max_tokens, text)
 
     @rule()
     def cancel_nobody(self) -> None:
