@@ -5,9 +5,6 @@ from itertools import islice
 
 import pytest
 import torch
-from tests.oracle import Oracle
-from tests.ours import engine_config
-from tests.scripted import Served, collect, from_text, scripted_engine, serve
 from torch import Tensor
 
 from stepfloor.engine import Engine
@@ -17,6 +14,9 @@ from stepfloor.kernels import gdn_prefill as prefill_room
 from stepfloor.kernels._torch import DeltaRows
 from stepfloor.request import Request, SamplingParams
 from stepfloor.weights.checkpoint import Checkpoint, open_checkpoint
+from tests.oracle import Oracle
+from tests.ours import engine_config
+from tests.scripted import Served, collect, from_text, scripted_engine, serve
 
 VOCAB, EOS = 97, 5
 SHAPE = {

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.checkpoints import ALL_RELEASES, make_tiny, tiny_config
-from tests.ours import Ours
 from torch import Tensor
 
 from stepfloor.formats.codec import PackedWeight
 from stepfloor.model import load
 from stepfloor.tools.convert import plan_random, write_random
 from stepfloor.weights.checkpoint import Checkpoint, open_checkpoint
+from tests.checkpoints import ALL_RELEASES, make_tiny, tiny_config
+from tests.ours import Ours
 
 TOKENS = torch.randint(0, 64, (24,), generator=torch.Generator().manual_seed(0)).tolist()
 BARE = ("A_log", "dt_bias", "layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")
