@@ -111,8 +111,9 @@ class Scheduler:
                 continue  # the steps under way are sure to end it
             sequence.in_flight += 1
             owners.append((sequence.slot, sequence.serial))
-        leaves, self.left = self.left, []
-        return Batch(tuple(leaves), tuple(joins), tuple(chunks), tuple(decodes), tuple(owners))
+        leaves = tuple(self.left)
+        self.left.clear()
+        return Batch(leaves, tuple(joins), tuple(chunks), tuple(decodes), tuple(owners))
 
     def commit(self, batch: Batch, emitted: Mapping[int, Sequence[int]]) -> list[Delivery]:
         """Take the results of a step, slot -> ids; stop ids and limits are applied here, token by token."""
