@@ -27,8 +27,8 @@ from stepfloor.model.rope import rope_tables
 class Mode:
     """How a forward runs.
 
-    dropout         share of sub-layer outputs zeroed; 0 outside training
-    dense           sparse attention keeps every block, so that the indexer learns from all of them
+    dropout  share of embeddings, n-gram values and sub-layer outputs zeroed; 0 outside training
+    dense    sparse attention keeps every block, so that the indexer learns from all of them
     """
 
     dropout: float = 0.0
@@ -36,39 +36,44 @@ class Mode:
 
 
 class Network:
-    """Runs the blocks. `wrap` may compile them; layers of one kind share one compiled function."""
+    """Puts the blocks below together. `wrap` may compile them; all layers share the compiled functions."""
 
     def __init__(self, config: ModelConfig, device: torch.device, wrap: Callable[..., Any] = lambda f: f) -> None:
         self.config = config
-        self._linear = wrap(linear_layer)
-        self._sparse = wrap(sparse_layer)
-        self._ple = wrap(ple)
-        self._mix = wrap(read)
-        self._draft = wrap(draft_layer)
         self._device = device
+        self._read, self._write, self._delta_net, self._attention, self._experts, self._ple = map(
+            wrap, (read, write, delta_net, attention, experts, ple)
+        )
         constants = config.ngram_hash
-        self._hash = [
-            torch.tensor(t, device=device) for t in (constants.multipliers, constants.sizes, constants.offsets)
-        ]
+        numbers = (constants.multipliers, constants.sizes, constants.offsets)
+        self._hash = [torch.tensor(n, device=device) for n in numbers]
+        # Made once: a copy from the host in the middle of a step would wait for the device.
+        self._dense = {flag: torch.tensor(flag, device=device) for flag in (False, True)}
+        self._rotations: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def target(self, weights: Weights, tokens: Tensor, mode: Mode) -> tuple[Tensor, Tensor, Tensor]:
-        """tokens [B, T] -> the vector the head reads [B, T, D], R before the final mixer, and the extras."""
+        """tokens [B, T] -> the vector the head reads [B, T, D], R before the final mixer, extra [3]."""
         c = self.config
-        residual = weights[MODEL + "embed_tokens.weight"][tokens]
+        residual = F.embedding(tokens, weights[MODEL + "embed_tokens.weight"])
         residual = F.dropout(residual, mode.dropout, mode.dropout > 0).repeat(1, 1, c.hc_count)
-        cos, sin = rope_tables(c.rope, tokens.shape[1], residual.dtype, str(self._device))
+        cos, sin = self._rotation(tokens.shape[1], residual.dtype)
         extra = residual.new_zeros(3, dtype=torch.float32)
         for i, kind in enumerate(c.layer_types):
             w = part(weights, f"{MODEL}layers.{i}.")
             if i == c.ple_layer:
                 residual = self._ple(c, part(w, "ple."), residual, self._rows(tokens), mode.dropout)
-                w = {name: tensor for name, tensor in w.items() if not name.startswith("ple.")}
+            x, inject = self._read(c, part(w, "attn_hyper_connection."), residual)
+            index = extra.new_zeros(())
             if kind == LINEAR:
-                residual, more = self._linear(c, w, residual, mode.dropout)
+                y = self._delta_net(c, part(w, "linear_attn."), x)
             else:
-                residual, more = self._sparse(c, w, residual, cos, sin, mode.dropout, mode.dense)
+                y, _, _, index = self._attention(
+                    c, part(w, "self_attn."), x, cos, sin, [], None, self._dense[mode.dense]
+                )
+            residual = self._write(residual, y, inject, mode.dropout)
+            residual, more = self._experts_layer(w, residual, index, mode)
             extra = extra + more
-        mixed, _ = self._mix(c, part(weights, MODEL + "hyper_connection_mixer."), residual)
+        mixed, _ = self._read(c, part(weights, MODEL + "hyper_connection_mixer."), residual)
         return mixed, residual, extra
 
     def drafts(
@@ -77,80 +82,51 @@ class Network:
         """What the head reads in each draft pass, for every row at once.
 
         residual   [B, T, S * D] of the target; following [B, T], the token after each row
-        Returns `passes` tensors [B, T, D]: entry j, row p is pass j + 1 at position p of a round whose first
-        pass stood at p - j. It predicts the token at p + 2; rows p < j have no such round.
+        Returns `passes` tensors [B, T, D] and extra [3]. Entry j, row p is pass j + 1 at position p, in a round
+        whose first pass stood at p - j; it predicts the token at p + 2. Rows p < j have no such round.
 
         In pass 1 a row sees first-pass rows up to itself. In pass j it sees first-pass rows up to p - j + 1, then
         the one row each that passes 2 to j appended. Which blocks a row keeps is decided in pass 1 and reused by
         the later ones; drafting decides again, from an index query that differs by a pass.
         """
         c, w = self.config, part(weights, "mtp.")
-        embedded = weights[MODEL + "embed_tokens.weight"][following]
-        cos, sin = rope_tables(c.rope, following.shape[1], residual.dtype, str(self._device))
+        layer = part(w, "layers.0.")
+        embedded = F.embedding(following, weights[MODEL + "embed_tokens.weight"])
+        embedded = norm(embedded, w["pre_fc_norm_embedding.weight"], c.rms_norm_eps)
+        embedded = F.linear(embedded, w["fc_embedding.weight"]).unsqueeze(-2)  # [B, T, 1, D]
+        cos, sin = self._rotation(following.shape[1], residual.dtype)
         extra, keep = residual.new_zeros(3, dtype=torch.float32), None
         earlier: list[tuple[Tensor, Tensor]] = []
         outputs = []
         for _ in range(passes):
-            residual, mixed, keys, keep, more = self._draft(
-                c, w, residual, embedded, cos, sin, earlier, keep, mode.dropout, mode.dense
+            hidden = norm(residual, w["pre_fc_norm_hidden.weight"], c.rms_norm_eps).unflatten(-1, (c.hc_count, -1))
+            residual = (F.linear(hidden, w["fc_hidden.weight"]) + embedded).flatten(-2)
+            x, inject = self._read(c, part(layer, "attn_hyper_connection."), residual)
+            y, keys, keep, index = self._attention(
+                c, part(layer, "self_attn."), x, cos, sin, earlier, keep, self._dense[mode.dense]
             )
-            outputs.append(mixed)
+            residual = self._write(residual, y, inject, mode.dropout)
+            residual, more = self._experts_layer(layer, residual, index, mode)
+            outputs.append(self._read(c, part(w, "hyper_connection_mixer."), residual)[0])
             extra = extra + more
             earlier = [*earlier, keys]
             residual = _shift_rows(residual)
         return outputs, extra
 
+    def _experts_layer(self, w: Weights, residual: Tensor, index: Tensor, mode: Mode) -> tuple[Tensor, Tensor]:
+        x, inject = self._read(self.config, part(w, "mlp_hyper_connection."), residual)
+        y, balance, router_z = self._experts(self.config, part(w, "mlp."), x)
+        return self._write(residual, y, inject, mode.dropout), torch.stack((balance, router_z, index))
+
+    def _rotation(self, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        if (rows, dtype) not in self._rotations:
+            self._rotations[rows, dtype] = rope_tables(self.config.rope, rows, dtype, str(self._device))
+        return self._rotations[rows, dtype]
+
     def _rows(self, tokens: Tensor) -> Tensor:
         c = self.config
         history = tokens.new_full((tokens.shape[0], c.ngram_size - 1), c.eos_token_id)
         return ngram_rows(tokens, history, *self._hash, c.eos_token_id)
-
-
-def linear_layer(c: ModelConfig, w: Weights, residual: Tensor, dropout: float) -> tuple[Tensor, Tensor]:
-    """One gated-delta-net layer on R [B, T, S * D]."""
-    x, inject = read(c, part(w, "attn_hyper_connection."), residual)
-    y = delta_net(c, part(w, "linear_attn."), x)
-    residual = write(residual, F.dropout(y, dropout, dropout > 0), inject)
-    return _experts_layer(c, w, residual, dropout, residual.new_zeros((), dtype=torch.float32))
-
-
-def sparse_layer(
-    c: ModelConfig, w: Weights, residual: Tensor, cos: Tensor, sin: Tensor, dropout: float, dense: bool
-) -> tuple[Tensor, Tensor]:
-    """One sparse-attention layer on R [B, T, S * D]; cos, sin [T, rotary]."""
-    x, inject = read(c, part(w, "attn_hyper_connection."), residual)
-    y, _, _, index = attention(c, part(w, "self_attn."), x, cos, sin, [], None, dense)
-    residual = write(residual, F.dropout(y, dropout, dropout > 0), inject)
-    return _experts_layer(c, w, residual, dropout, index)
-
-
-def draft_layer(
-    c: ModelConfig,
-    w: Weights,
-    residual: Tensor,
-    embedded: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    earlier: list[tuple[Tensor, Tensor]],
-    keep: Tensor | None,
-    dropout: float,
-    dense: bool,
-) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], Tensor, Tensor]:
-    """One draft pass: fuse R with the next token's embedding, one layer, the mixer.
-
-    earlier  keys and values of the passes before, keep  the positions pass 1 keeps (None in pass 1)
-    Returns the state handed on, the vector the head reads, this pass's keys and values, keep, extras.
-    """
-    e = F.linear(norm(embedded, w["pre_fc_norm_embedding.weight"], c.rms_norm_eps), w["fc_embedding.weight"])
-    h = norm(residual, w["pre_fc_norm_hidden.weight"], c.rms_norm_eps).unflatten(-1, (c.hc_count, -1))
-    residual = (F.linear(h, w["fc_hidden.weight"]) + e.unsqueeze(-2)).flatten(-2)
-    layer = part(w, "layers.0.")
-    x, inject = read(c, part(layer, "attn_hyper_connection."), residual)
-    y, keys, keep, index = attention(c, part(layer, "self_attn."), x, cos, sin, earlier, keep, dense)
-    residual = write(residual, F.dropout(y, dropout, dropout > 0), inject)
-    residual, extra = _experts_layer(c, layer, residual, dropout, index)
-    mixed, _ = read(c, part(w, "hyper_connection_mixer."), residual)
-    return residual, mixed, keys, keep, extra
 
 
 def norm(x: Tensor, weight: Tensor, eps: float, groups: int = 1) -> Tensor:
@@ -170,8 +146,9 @@ def read(c: ModelConfig, w: Weights, residual: Tensor) -> tuple[Tensor, Tensor |
     return x, None if inject is None else 2 * torch.sigmoid(F.linear(n, inject) / c.hc_count)
 
 
-def write(residual: Tensor, y: Tensor, inject: Tensor) -> Tensor:
-    """Hyper-connection write: R[s] + inject[s] * y."""
+def write(residual: Tensor, y: Tensor, inject: Tensor, dropout: float) -> Tensor:
+    """Hyper-connection write: R[s] + inject[s] * y, with dropout of y while training."""
+    y = F.dropout(y, dropout, dropout > 0)
     return residual + (inject.unsqueeze(-1) * y.unsqueeze(-2)).flatten(-2)
 
 
@@ -216,11 +193,12 @@ def attention(
     sin: Tensor,
     earlier: list[tuple[Tensor, Tensor]],
     keep: Tensor | None,
-    dense: bool,
+    dense: Tensor,
 ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor, Tensor]:
     """Sparse attention over the kept positions: x [B, T, D] -> [B, T, D], own (keys, values), keep, index loss.
 
     earlier, keep  of the draft passes before this one; empty and None otherwise
+    dense          bool, keep every block
     """
     batch, rows, _ = x.shape
     heads = c.num_attention_heads
@@ -285,16 +263,16 @@ def index_scores(c: ModelConfig, w: Weights, x: Tensor, cos: Tensor, sin: Tensor
     return dots.relu().sum(2) * dim**-0.5
 
 
-def kept_positions(c: ModelConfig, scores: Tensor, rows: int, dense: bool) -> Tensor:
+def kept_positions(c: ModelConfig, scores: Tensor, rows: int, dense: Tensor) -> Tensor:
     """Which positions each row attends to: its best complete blocks and its open tail. Returns bool [B, T, T]."""
     ratio, topk = c.indexer_compress_ratio, c.indexer_topk
     position = torch.arange(rows, device=scores.device)
     visible = _visible_blocks(c, rows, scores.shape[2], scores.device)
     chosen = visible.expand_as(scores)
-    if not dense and scores.shape[2] > topk:
+    if scores.shape[2] > topk:
         order = torch.sort(scores.masked_fill(~visible, float("-inf")), dim=-1, descending=True, stable=True).indices
         best = torch.zeros_like(chosen).scatter(-1, order[..., :topk], True)
-        chosen = best & visible
+        chosen = (best | dense) & visible
     blocks = F.pad(chosen.repeat_interleave(ratio, -1), (0, rows - scores.shape[2] * ratio))
     tail = (position >= ((position + 1) // ratio * ratio)[:, None]) & (position <= position[:, None])
     return blocks | tail
@@ -315,14 +293,6 @@ def index_loss(c: ModelConfig, scores: Tensor, probability: Tensor, keep: Tensor
 def _visible_blocks(c: ModelConfig, rows: int, blocks: int, device: torch.device) -> Tensor:
     complete = (torch.arange(rows, device=device) + 1) // c.indexer_compress_ratio
     return torch.arange(blocks, device=device) < complete[:, None]  # [T, N]
-
-
-def _experts_layer(
-    c: ModelConfig, w: Weights, residual: Tensor, dropout: float, index: Tensor
-) -> tuple[Tensor, Tensor]:
-    x, inject = read(c, part(w, "mlp_hyper_connection."), residual)
-    y, balance, router_z = experts(c, part(w, "mlp."), x)
-    return write(residual, F.dropout(y, dropout, dropout > 0), inject), torch.stack((balance, router_z, index))
 
 
 def experts(c: ModelConfig, w: Weights, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -350,7 +320,7 @@ def experts(c: ModelConfig, w: Weights, x: Tensor) -> tuple[Tensor, Tensor, Tens
 def ple(c: ModelConfig, w: Weights, residual: Tensor, rows: Tensor, dropout: float) -> Tensor:
     """Add the n-gram rows to R: rows [B, T, heads] of the table, gated by R, then a dilated convolution."""
     streams, eps = c.hc_count, c.rms_norm_eps
-    e = w[TABLE.removeprefix("ple.")][rows].flatten(2)
+    e = F.embedding(rows, w[TABLE.removeprefix("ple.")]).flatten(2)
     e = F.dropout(e, dropout, dropout > 0)
     key = norm(F.linear(e, w["key_proj.weight"]), w["norm_key.weight"], eps, streams).unflatten(-1, (streams, -1))
     query = norm(residual, w["norm_query.weight"], eps, streams).unflatten(-1, (streams, -1))

@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from stepfloor.config import ModelConfig
@@ -105,6 +105,18 @@ def save(weights: Weights, config: ModelConfig, directory: Path) -> int:
     text = json.dumps(index, indent=1)
     (directory / "model.safetensors.index.json").write_text(text + "\n", encoding="utf-8")
     return total
+
+
+def load(config: ModelConfig, directory: Path) -> Weights:
+    """Read back what `save` wrote, the table in one piece again. Returns bf16 weights on the CPU."""
+    index = json.loads((directory / "model.safetensors.index.json").read_text(encoding="utf-8"))
+    stored: Weights = {}
+    for file_name in sorted(set(index["weight_map"].values())):
+        stored |= load_file(directory / file_name)
+    table = f"{MODEL}{table_name(config)}"
+    shards = range(len(shard_heights(config)))
+    stored[f"{table}.weight"] = torch.cat([stored[f"{table}.shard_{i}.weight"] for i in shards])
+    return {name: stored[name] for name in shapes(config)}
 
 
 def _released(weights: Weights, config: ModelConfig) -> Weights:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import pytest
+
 import run
 
 

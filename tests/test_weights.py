@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.checkpoints import ALL_RELEASES, INDEX, Copy, Raw, make_sparse, make_tiny, write_file
 
 from stepfloor import cli
 from stepfloor.config import ModelConfig
@@ -23,6 +22,7 @@ from stepfloor.weights.checkpoint import Checkpoint, open_checkpoint
 from stepfloor.weights.expected import category, split_name
 from stepfloor.weights.headers import Entry, read_header
 from stepfloor.weights.sources import Hub, hub_cache, resolve_source
+from tests.checkpoints import ALL_RELEASES, INDEX, Copy, Raw, make_sparse, make_tiny, write_file
 
 TEXT = "model.language_model."
 TABLE = "layers.1.ple.ple_embedding.ngram_embedding"

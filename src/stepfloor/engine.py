@@ -5,10 +5,12 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import torch
+
 from stepfloor.cache.tensors import num_pages, positions_needed
 from stepfloor.config import EngineConfig
 from stepfloor.errors import UserError
-from stepfloor.model.load import load_model
+from stepfloor.model.load import is_small, load_model
 from stepfloor.request import Batch, Piece, Request
 from stepfloor.sampler.sampler import Sampler
 from stepfloor.scheduler.scheduler import Scheduler
@@ -45,6 +47,13 @@ class Counters:
             self.drafted[position] += 1
             self.accepted[position] += position < min(accepted, consumed)
 
+    def add(self, other: "Counters") -> None:
+        """Add another run's counts."""
+        self.decode_steps += other.decode_steps
+        self.delivered += other.delivered
+        self.drafted = [a + b for a, b in zip(self.drafted, other.drafted, strict=True)]
+        self.accepted = [a + b for a, b in zip(self.accepted, other.accepted, strict=True)]
+
     def acceptance(self) -> list[float]:
         """Share of the drafts at each position that were accepted; empty before the first step."""
         return [a / d for a, d in zip(self.accepted, self.drafted, strict=True) if d]
@@ -69,6 +78,8 @@ class Engine:
         self.config = config
         self.vocab_size = model_config.vocab_size
         self.tokenizer = tokenizer
+        if config.device == "cpu" and is_small(checkpoint):
+            torch.set_num_threads(1)
         model = load_model(checkpoint, positions_needed(config), config.device, drafter=config.spec_tokens > 0)
         sampler = Sampler(self.vocab_size, config.max_num_seqs, config.spec_tokens, config.acceptance, config.device)
         self.step = Step(model, sampler, config)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from demo.weights import Weights, shapes
 
+from demo.weights import Weights, shapes
 from stepfloor.config import ModelConfig
 
 TINY = {

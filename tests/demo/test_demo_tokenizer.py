@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from demo.tokenizer import save_tokenizer, train_tokenizer
 
 

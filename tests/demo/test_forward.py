@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers.models.qwen4_exp.modeling_qwen4_exp as hf
-from demo.delta import gated_delta_rule
-from demo.forward import Mode, Network, draft_layer
-from demo.weights import MODEL, Weights, part
 from torch import Tensor
 from transformers import AutoConfig
 
+from demo.delta import gated_delta_rule
+from demo.forward import Mode, Network, attention, experts, norm, read, write
+from demo.weights import MODEL, Weights, part
 from stepfloor.config import ModelConfig
 from stepfloor.model.rope import rope_tables
 
@@ -101,18 +101,24 @@ def test_later_passes_are_what_drafting_computes(tiny: ModelConfig, tiny_weights
 
 
 def draft_round(net: Network, weights: Weights, residual: Tensor, following: Tensor) -> list[Tensor]:
-    """One round by its definition: the layer is run over the first-pass rows and the rows appended so far, whose
-    inputs are fixed; only the newest row's output is read."""
+    """One round by its definition. The rows' inputs are fixed, first-pass rows and one more a pass, so the layer can
+    be run over all of them again and only its newest row read."""
     c, w = net.config, part(weights, "mtp.")
-    embedded = weights[MODEL + "embed_tokens.weight"][following]
+    layer = part(w, "layers.0.")
+    embedded = norm(weights[MODEL + "embed_tokens.weight"][following], w["pre_fc_norm_embedding.weight"], 1e-6)
     inputs, outputs = residual, []
     for _ in range(3):
         rows = inputs.shape[1]
         cos, sin = rope_tables(c.rope, rows, inputs.dtype, "cpu")
-        state, mixed, _, _, _ = draft_layer(
-            c, w, inputs, embedded[:, :rows], cos, sin, [], None, dropout=0.0, dense=True
-        )
-        outputs.append(mixed[0, -1])
+        e = F.linear(embedded[:, :rows], w["fc_embedding.weight"]).unsqueeze(-2)
+        h = norm(inputs, w["pre_fc_norm_hidden.weight"], 1e-6).unflatten(-1, (c.hc_count, -1))
+        state = (F.linear(h, w["fc_hidden.weight"]) + e).flatten(-2)
+        x, inject = read(c, part(layer, "attn_hyper_connection."), state)
+        y, *_ = attention(c, part(layer, "self_attn."), x, cos, sin, [], None, torch.tensor(True))
+        state = write(state, y, inject, 0.0)
+        x, inject = read(c, part(layer, "mlp_hyper_connection."), state)
+        state = write(state, experts(c, part(layer, "mlp."), x)[0], inject, 0.0)
+        outputs.append(read(c, part(w, "hyper_connection_mixer."), state)[0][0, -1])
         inputs = torch.cat((inputs, state[:, -1:]), 1)
     return outputs
 

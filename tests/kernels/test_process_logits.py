@@ -5,10 +5,10 @@ from dataclasses import fields
 
 import pytest
 import torch
-from tests.kernels.plain_logits import plain_row
 from torch import Tensor
 
 from stepfloor.kernels.process_logits import Filters, Penalties, process_logits, process_logits_inputs
+from tests.kernels.plain_logits import plain_row
 
 NEVER = -math.inf
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

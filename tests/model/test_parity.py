@@ -24,8 +24,6 @@ import torch
 import transformers.models.qwen4_exp.modeling_qwen4_exp as hf
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from tests.oracle import TINY, Oracle
-from tests.ours import Ours, engine_config, kept_sets
 from torch import Tensor, nn
 from transformers import DynamicCache, Qwen4ExpTextConfig
 
@@ -35,6 +33,8 @@ from stepfloor.model import model as model_room
 from stepfloor.model.rope import inverse_frequencies, rope_tables
 from stepfloor.request import Request, SamplingParams
 from stepfloor.weights.checkpoint import open_checkpoint
+from tests.oracle import TINY, Oracle
+from tests.ours import Ours, engine_config, kept_sets
 
 BOUND = 2e-5
 EOS = TINY["eos_token_id"]

@@ -1,12 +1,12 @@
 """Operators' byte counts against the floor they add up to, and against sizes reckoned by hand."""
 
 import pytest
-from tests.roofline.released import RELEASED
 
 from stepfloor.config import ModelConfig
 from stepfloor.roofline import bytes as op
 from stepfloor.roofline.floor import step_bytes
 from stepfloor.roofline.planned import CASES
+from tests.roofline.released import RELEASED
 
 
 def test_hyper_connection_sizes() -> None:

@@ -7,8 +7,6 @@ from dataclasses import astuple
 from pathlib import Path
 
 import pytest
-from tests.checkpoints import ALL_RELEASES, make_tiny
-from tests.roofline.released import RELEASED
 
 from stepfloor.roofline.bytes import distinct_experts
 from stepfloor.roofline.floor import GB, GIB, Floor, checkpoint_step_bytes, step_bytes
@@ -16,6 +14,8 @@ from stepfloor.roofline.groups import component_bytes, pass_group
 from stepfloor.roofline.hardware import GPUS, find_gpu
 from stepfloor.roofline.planned import CASES, Stored, WeightFormats, planned_weights
 from stepfloor.weights.checkpoint import open_checkpoint
+from tests.checkpoints import ALL_RELEASES, make_tiny
+from tests.roofline.released import RELEASED
 
 BANDWIDTHS_GBPS = [GPUS[name].bandwidth_gbps for name in ("GB10", "RTX 5090", "H100", "H200")]
 

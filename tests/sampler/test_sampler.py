@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 from scipy.stats import chi2
-from tests.kernels.plain_logits import plain_row, plain_softmax
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from stepfloor.request import SamplingParams
 from stepfloor.sampler.sampler import Sampler
+from tests.kernels.plain_logits import plain_row, plain_softmax
 
 V = 40
 REQUESTS = [

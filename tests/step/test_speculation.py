@@ -11,9 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.oracle import Oracle
-from tests.ours import engine_config
-from tests.scripted import Scripted, from_text, scripted_engine, serve
 from torch import Tensor
 
 from stepfloor.cache.tensors import pages_per_sequence
@@ -26,6 +23,9 @@ from stepfloor.request import Batch, Chunk, Join, Request, SamplingParams
 from stepfloor.sampler.sampler import Sampler
 from stepfloor.step.step import Step
 from stepfloor.weights.checkpoint import Checkpoint, open_checkpoint
+from tests.oracle import Oracle
+from tests.ours import engine_config
+from tests.scripted import Scripted, from_text, scripted_engine, serve
 
 EOS, VOCAB = 5, 97
 SHAPE = {"num_hidden_layers": 5, "hidden_size": 32, "num_experts": 6, "indexer_budget": 8}
@@ -86,7 +86,7 @@ def committed(step: Step, slot: int = 0) -> dict[str, Tensor]:
                 raw, gates = cache.raw_rows[i][slot, : taps + pending], cache.gate_rows[i][slot, :pending]
                 constants = (part.conv_weight, part.a_log, part.dt_bias)
                 rows = delta_rows(raw, gates, *constants, config.linear_num_key_heads, config.linear_key_head_dim)
-                delta_rule(rows, state)
+                delta_rule(rows, state, 0, rows.beta.shape[0])
             out[f"state {i}"] = state
             out[f"convolution {i}"] = cache.raw_rows[i][slot, pending : pending + taps].clone()
     newest = cache.ngram_rows.shape[1] - rejected

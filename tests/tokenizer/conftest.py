@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from demo.tokenizer import save_tokenizer, train_tokenizer
 
+from demo.tokenizer import save_tokenizer, train_tokenizer
 from stepfloor.tokenizer.tokenizer import Tokenizer
 
 LINES = ["def main(argument):\n    return argument + 1\n", "the quick brown fox; the lazy dog", "naïve 東京 🙂 12345\n"]

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.checkpoints import ALL_RELEASES, INDEX, make_tiny, tiny_config
 
 from stepfloor import cli
 from stepfloor.errors import UserError
@@ -15,6 +14,7 @@ from stepfloor.model.load import load_model
 from stepfloor.tools import convert
 from stepfloor.tools.convert import plan_random, write_random
 from stepfloor.weights.checkpoint import Checkpoint, open_checkpoint
+from tests.checkpoints import ALL_RELEASES, INDEX, make_tiny, tiny_config
 
 DTYPES = {
     "BF16": torch.bfloat16,

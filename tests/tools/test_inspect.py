@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.checkpoints import ALL_RELEASES, Copy, make_tiny
 
 from stepfloor import cli
 from stepfloor.tools.inspect import show, summary
 from stepfloor.weights.checkpoint import open_checkpoint
 from stepfloor.weights.expected import CATEGORIES
+from tests.checkpoints import ALL_RELEASES, Copy, make_tiny
 
 
 @pytest.fixture(scope="module")

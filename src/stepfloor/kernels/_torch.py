@@ -34,7 +34,7 @@ def tiled_product(x: Tensor, w: Tensor) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     count = rows.shape[0]
     if count % TILE_ROWS:
-        rows = F.pad(rows, (0, 0, 0, -count % TILE_ROWS))
+        rows = torch.constant_pad_nd(rows, (0, 0, 0, -count % TILE_ROWS))
     columns = w.shape[0]
     w = _wide(w)
     tiles = [F.linear(rows[i : i + TILE_ROWS], w) for i in range(0, count, TILE_ROWS)]
@@ -44,7 +44,7 @@ def tiled_product(x: Tensor, w: Tensor) -> Tensor:
 
 def _wide(w: Tensor) -> Tensor:
     """w [N, K], zero rows added where it is too narrow for a product that treats all rows alike."""
-    return F.pad(w, (0, 0, 0, LEAST_COLUMNS - w.shape[0])) if w.shape[0] < LEAST_COLUMNS else w
+    return torch.constant_pad_nd(w, (0, 0, 0, LEAST_COLUMNS - w.shape[0])) if w.shape[0] < LEAST_COLUMNS else w
 
 
 def rms_norm(x: Tensor, scale: Tensor, eps: float, groups: int = 1) -> Tensor:
@@ -91,13 +91,14 @@ def softplus(x: Tensor) -> Tensor:
 class DeltaRows:
     """Operands of the gated delta rule for T rows, float32.
 
-    query, key [T, HV, K] (unit length, query over sqrt(K)); value [T, HV, V]; decay, beta [T, HV]
+    query, key [T, HV, K] (unit length, query over sqrt(K)); value [T, HV, V]; log_decay, beta [T, HV]
+    The decay travels as its logarithm: exp of less than -104 is 0 in float32, and the chunk form needs it back.
     """
 
     query: Tensor
     key: Tensor
     value: Tensor
-    decay: Tensor
+    log_decay: Tensor
     beta: Tensor
 
 
@@ -130,19 +131,20 @@ def delta_rows(
         unit(query) / key_dim**0.5,
         unit(key),
         value.reshape(rows, heads, -1),
-        log_decay.exp(),
+        log_decay,
         sigmoid(b).float(),
     )
 
 
-def delta_rule(rows: DeltaRows, state: Tensor) -> Tensor:
-    """Run T rows through the recurrence and leave `state` [HV, K, V] after the last. Returns [T, HV, V] float32.
+def delta_rule(rows: DeltaRows, state: Tensor, start: int, stop: int) -> Tensor:
+    """Run rows start .. stop - 1 through the recurrence and leave `state` [HV, K, V], changed in place, after them.
 
-    Source: torch_recurrent_gated_delta_rule. `state` is changed in place.
+    Source: torch_recurrent_gated_delta_rule. Returns [stop - start, HV, V] float32.
     """
-    outputs = []
-    for t in range(rows.beta.shape[0]):
-        state.mul_(rows.decay[t][:, None, None])
+    outputs = [state.new_empty((state.shape[0], 0, state.shape[2]))]
+    decay = rows.log_decay.exp()
+    for t in range(start, stop):
+        state.mul_(decay[t][:, None, None])
         key = rows.key[t].unsqueeze(1)  # [HV, 1, K]
         error = rows.value[t] - torch.bmm(key, state).squeeze(1)
         state.baddbmm_(key.transpose(1, 2), (rows.beta[t][:, None] * error).unsqueeze(1))

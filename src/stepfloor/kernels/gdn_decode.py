@@ -38,22 +38,14 @@ def gdn_decode_reference(
     outputs = []
     for b in range(count):
         slot, accepted = int(slots[b]), int(pending[b])
-        if accepted:
-            replayed = delta_rows(
-                raw_rows[slot, : history + accepted],
-                gate_rows[slot, :accepted],
-                conv_weight,
-                a_log,
-                dt_bias,
-                key_heads,
-                key_dim,
-            )
-            delta_rule(replayed, state[slot])
-        window = torch.cat((raw_rows[slot, accepted : accepted + history], raw[b]))
-        raw_rows[slot, : history + rows] = window
+        # pending and new rows are neighbours, so one convolution serves the replay and the step
+        window = torch.cat((raw_rows[slot, : history + accepted], raw[b]))
+        window_gates = torch.cat((gate_rows[slot, :accepted], gates[b]))
+        operands = delta_rows(window, window_gates, conv_weight, a_log, dt_bias, key_heads, key_dim)
+        delta_rule(operands, state[slot], 0, accepted)
+        outputs.append(delta_rule(operands, state[slot].clone(), accepted, accepted + rows))
+        raw_rows[slot, : history + rows] = window[accepted:]
         gate_rows[slot, :rows] = gates[b]
-        fresh = delta_rows(window, gates[b], conv_weight, a_log, dt_bias, key_heads, key_dim)
-        outputs.append(delta_rule(fresh, state[slot].clone()))
     mixed = torch.cat(outputs).to(projected.dtype)  # [B * R, HV, V]
     gate = z.reshape(count * rows, heads, value_dim)
     return gated_norm(mixed, gate, norm_weight, eps, activation).reshape(count, rows, -1)
@@ -84,10 +76,16 @@ def gdn_decode(
     slots        [B] int64; pending [B] int64, rows of the last step that were accepted (0 after a prefill)
     conv_weight  [C, taps] float32; a_log, dt_bias [HV] float32; norm_weight [V] in the dtype of projected
     key_heads    query and key heads; key_dim  K; eps  of the norm; activation  sigmoid or silu, of the gate
-    Returns [B, R, HV * V]. Raises ValueError if R exceeds the rows that can be pending.
+    Returns [B, R, HV * V]. Raises ValueError if R exceeds the rows that can be pending or the shapes disagree.
     """
     if projected.shape[1] > gate_rows.shape[1]:
         raise ValueError(f"gdn_decode holds {gate_rows.shape[1]} pending rows a sequence; got {projected.shape[1]}")
+    columns = conv_weight.shape[0] + a_log.shape[0] * (norm_weight.shape[0] + 2)
+    if projected.shape[2] != columns or slots.shape != projected.shape[:1] or pending.shape != slots.shape:
+        raise ValueError(
+            f"gdn_decode wants projected [B, R, {columns}], slots [B], pending [B]; got {tuple(projected.shape)}, "
+            f"{tuple(slots.shape)}, {tuple(pending.shape)}"
+        )
     return gdn_decode_reference(
         projected,
         state,

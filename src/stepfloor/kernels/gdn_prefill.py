@@ -34,7 +34,7 @@ def gdn_prefill_reference(
 ) -> Tensor:
     """The recurrence, row by row."""
     rows, z = _operands(projected, history, conv_weight, a_log, dt_bias, norm_weight, key_heads, key_dim)
-    mixed = delta_rule(rows, state).to(projected.dtype)
+    mixed = delta_rule(rows, state, 0, projected.shape[0]).to(projected.dtype)
     return gated_norm(mixed, z, norm_weight, eps, activation).flatten(1)
 
 
@@ -56,10 +56,11 @@ def gdn_prefill(
     projected  [T, C + HV * V + 2 * HV]: q, k, v before convolution, z, b, a
     state      [HV, K, V] float32, advanced in place
     history    [taps - 1, C] projected rows before the chunk (zeros at the start), replaced in place
-    The rest as in gdn_decode. Returns [T, HV * V]. Raises ValueError if projected is not two-dimensional.
+    The rest as in gdn_decode. Returns [T, HV * V]. Raises ValueError if projected has other columns.
     """
-    if projected.ndim != 2:
-        raise ValueError(f"gdn_prefill wants projected [T, columns]; got {tuple(projected.shape)}")
+    columns = conv_weight.shape[0] + a_log.shape[0] * (norm_weight.shape[0] + 2)
+    if projected.ndim != 2 or projected.shape[1] != columns:
+        raise ValueError(f"gdn_prefill wants projected [T, {columns}]; got {tuple(projected.shape)}")
     run = gdn_prefill_reference if projected.device.type == "cpu" else _gdn_prefill_chunked
     return run(
         projected,
@@ -94,7 +95,7 @@ def _gdn_prefill_chunked(
         rows.query.transpose(0, 1),
         rows.key.transpose(0, 1),
         rows.value.transpose(0, 1),
-        rows.decay.log().transpose(0, 1),
+        rows.log_decay.transpose(0, 1),
         rows.beta.transpose(0, 1),
         state,
     )

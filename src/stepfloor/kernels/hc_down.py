@@ -58,12 +58,21 @@ def hc_down(
     Returns residual [T, S * D], normed [T, S * D], low [T, rank], next write weights [T, S] or [T, 0].
     Raises ValueError if the shapes disagree.
     """
+    count, width = residual.shape
     rows = sum(w.shape[0] for w in down)
-    if (y is None) != (y_weights is None) or rows not in (rank, rank + streams):
+    written = (None if y is None else tuple(y.shape), None if y_weights is None else tuple(y_weights.shape))
+    if (
+        written not in ((None, None), ((count, width // streams), (count, streams)))
+        or width % streams
+        or norm_scale.shape != (width,)
+        or rows not in (rank, rank + streams)
+        or any(w.shape[1] != width for w in down)
+    ):
         raise ValueError(
-            f"hc_down wants y and y_weights together and {rank} or {rank + streams} down rows; got "
-            f"y {None if y is None else tuple(y.shape)}, weights "
-            f"{None if y_weights is None else tuple(y_weights.shape)}, {rows} rows"
+            f"hc_down wants residual [T, {streams} * D], y [T, D] and weights [T, {streams}] or neither, norm_scale "
+            f"[{streams} * D], {rank} or {rank + streams} down rows of {streams} * D; got residual "
+            f"{tuple(residual.shape)}, y {written[0]}, weights {written[1]}, norm_scale {tuple(norm_scale.shape)}, "
+            f"down {[w.shape for w in down]}"
         )
     return hc_down_reference(residual, y, y_weights, norm_scale, down, rank, streams, eps)
 

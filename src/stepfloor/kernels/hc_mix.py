@@ -28,8 +28,16 @@ def hc_mix(low: Tensor, normed: Tensor, up: Sequence[PackedWeight], streams: int
     up      matrices [S * D, rank]
     Returns [T, D]. Raises ValueError if the shapes disagree.
     """
-    if sum(w.shape[0] for w in up) != normed.shape[-1] or normed.shape[-1] % streams:
-        raise ValueError(f"hc_mix wants up [{normed.shape[-1]}, rank]; got {[w.shape for w in up]}, {streams} streams")
+    if (
+        low.shape[0] != normed.shape[0]
+        or sum(w.shape[0] for w in up) != normed.shape[1]
+        or any(w.shape[1] != low.shape[1] for w in up)
+        or normed.shape[1] % streams
+    ):
+        raise ValueError(
+            f"hc_mix wants low [T, rank], normed [T, S * D], up [S * D, rank]; got low {tuple(low.shape)}, "
+            f"normed {tuple(normed.shape)}, up {[w.shape for w in up]}, {streams} streams"
+        )
     return hc_mix_reference(low, normed, up, streams)
 
 

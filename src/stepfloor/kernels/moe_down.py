@@ -56,6 +56,17 @@ def moe_down(
             f"moe_down wants hidden [T, topk, I], ids and weights [T, topk], matrices [D, I]; got "
             f"{tuple(hidden.shape)}, {tuple(ids.shape)}, {tuple(weights.shape)}, {down.shape}"
         )
+    if (
+        shared_hidden.shape[0] != hidden.shape[0]
+        or shared_gate.shape != (hidden.shape[0], 1)
+        or any(w.shape[1] != shared_hidden.shape[1] for w in shared_down)
+        or sum(w.shape[0] for w in shared_down) != down.shape[0]
+    ):
+        raise ValueError(
+            f"moe_down wants shared hidden [{hidden.shape[0]}, Is], shared gate [{hidden.shape[0]}, 1], matrices "
+            f"[{down.shape[0]}, Is]; got {tuple(shared_hidden.shape)}, {tuple(shared_gate.shape)}, "
+            f"{[w.shape for w in shared_down]}"
+        )
     return moe_down_reference(hidden, ids, weights, down, shared_hidden, shared_gate, shared_down)
 
 

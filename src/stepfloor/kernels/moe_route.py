@@ -48,11 +48,16 @@ def moe_route(
     router          matrices [E, D]; shared_gate_up  matrices [2 * I, D], gate rows first; shared_gate  [1, D]
     topk            experts per row; renormalize  whether the chosen weights are scaled to sum to one
     Returns ids [T, topk] int64 by falling weight, weights [T, topk], shared hidden [T, I], shared gate [T, 1].
-    Raises ValueError if topk exceeds the experts.
+    Raises ValueError if topk exceeds the experts or the shapes disagree.
     """
     experts = sum(w.shape[0] for w in router)
     if topk > experts:
         raise ValueError(f"moe_route wants topk at most the number of experts; got {topk} of {experts}")
+    matrices = [w.shape for weights in (router, shared_gate_up, shared_gate) for w in weights]
+    if any(k != x.shape[-1] for _, k in matrices) or sum(w.shape[0] for w in shared_gate) != 1:
+        raise ValueError(
+            f"moe_route wants x [T, D], matrices [E, D], [2I, D], one row [1, D]; got {tuple(x.shape)}, {matrices}"
+        )
     return moe_route_reference(x, router, shared_gate_up, shared_gate, topk, renormalize)
 
 

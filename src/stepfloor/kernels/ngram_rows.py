@@ -57,11 +57,18 @@ def ngram_rows_inputs(b: int, r: int, vocabulary: int, heads: int, device: str) 
     """Inputs that the test, the tuner and the bench share; trigrams, end-of-text inside."""
     make = torch.Generator(device).manual_seed(0)
     sizes = torch.arange(heads, device=device) * 2 + 1009
+    eos = 1
+
+    def tokens(count: int) -> Tensor:
+        drawn = torch.randint(0, vocabulary, (b, count), generator=make, device=device)
+        # chance alone would put no end-of-text into a large vocabulary's tokens
+        return drawn.masked_fill(torch.rand(b, count, generator=make, device=device) < 0.2, eos)
+
     return {
-        "tokens": torch.randint(0, vocabulary, (b, r), generator=make, device=device),
-        "history": torch.randint(0, vocabulary, (b, 2), generator=make, device=device),
+        "tokens": tokens(r),
+        "history": tokens(2),
         "multipliers": torch.randint(0, 2**62 // vocabulary, (3,), generator=make, device=device) * 2 + 1,
         "sizes": sizes,
         "offsets": sizes.cumsum(0) - sizes,
-        "eos": 1,
+        "eos": eos,
     }

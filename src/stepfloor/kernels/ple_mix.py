@@ -81,8 +81,22 @@ def ple_mix(
     dilation      tokens between taps
     Returns the residual [B * R, S * D]. Raises ValueError if the rows disagree.
     """
-    if residual.shape[0] != key_value.shape[0] * key_value.shape[1]:
-        raise ValueError(f"ple_mix wants B * R residual rows; got {tuple(residual.shape)}, {tuple(key_value.shape)}")
+    count, width = residual.shape
+    written = (None if y is None else tuple(y.shape), None if y_weights is None else tuple(y_weights.shape))
+    history = dilation * (conv_weight.shape[1] - 1)
+    if (
+        count != key_value.shape[0] * key_value.shape[1]
+        or width % streams
+        or key_value.shape[2] != width + width // streams
+        or written not in ((None, None), ((count, width // streams), (count, streams)))
+        or conv_rows.shape[1] < history
+    ):
+        raise ValueError(
+            f"ple_mix wants residual [B * R, {streams} * D], key_value [B, R, {streams + 1} * D], y [B * R, D] and "
+            f"weights [B * R, {streams}] or neither, at least {history} convolution rows; got residual "
+            f"{tuple(residual.shape)}, key_value {tuple(key_value.shape)}, y {written[0]}, weights {written[1]}, "
+            f"{conv_rows.shape[1]} rows"
+        )
     return ple_mix_reference(
         residual,
         y,

@@ -47,7 +47,7 @@ def kept_positions(selected: Tensor, position: int, ratio: int) -> Tensor:
     """Positions one row keeps, ascending: selected [topk] blocks (-1 for none), then the tail up to `position`."""
     complete = (position + 1) // ratio
     tail = torch.arange(complete * ratio, position + 1, device=selected.device)
-    blocks = selected[: min(complete, selected.shape[0])]
+    blocks = selected[selected >= 0]
     inside = blocks[:, None] * ratio + torch.arange(ratio, device=selected.device)
     return torch.cat((inside.flatten(), tail))
 
@@ -72,10 +72,14 @@ def qsa_attend(
     ratio         tokens per block
     Returns [B, R, H * head_dim] in the dtype of q. Raises ValueError if the shapes disagree.
     """
-    if q.ndim != 4 or selected.shape[:2] != q.shape[:2] or gate.shape[-1] != q.shape[2] * q.shape[3]:
+    if q.ndim != 4 or selected.shape[:2] != q.shape[:2] or gate.shape != (*q.shape[:2], q.shape[2] * q.shape[3]):
         raise ValueError(
             f"qsa_attend wants q [B, R, H, D], gate [B, R, H * D], selected [B, R, topk]; got "
             f"{tuple(q.shape)}, {tuple(gate.shape)}, {tuple(selected.shape)}"
+        )
+    if slots.shape != q.shape[:1] or first.shape != slots.shape:
+        raise ValueError(
+            f"qsa_attend wants slots and first [{q.shape[0]}]; got {tuple(slots.shape)}, {tuple(first.shape)}"
         )
     return qsa_attend_reference(q, gate, selected, slots, first, keys, values, page_table, ratio)
 

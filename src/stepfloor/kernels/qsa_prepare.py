@@ -113,11 +113,15 @@ def qsa_prepare(
     cos, sin   [positions, rotary] in the dtype of projected
     Returns q [B, R, H, head_dim], gate [B, R, H * head_dim], indexer queries [B, R, index heads, index dim].
     Block keys that the rows complete are written before this returns, so a row sees its own block.
-    Raises ValueError if the columns do not match the shape.
+    Raises ValueError if the columns do not match the shape, or slots and first the rows.
     """
     columns = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim + (shape.index_heads + 1) * shape.index_dim
     if projected.ndim != 3 or projected.shape[-1] != columns:
         raise ValueError(f"qsa_prepare wants projected [B, R, {columns}]; got {tuple(projected.shape)}")
+    if slots.shape != projected.shape[:1] or first.shape != slots.shape:
+        raise ValueError(
+            f"qsa_prepare wants slots and first [{projected.shape[0]}]; got {tuple(slots.shape)}, {tuple(first.shape)}"
+        )
     return qsa_prepare_reference(projected, slots, first, cos, sin, norms, cache, shape, eps)
 
 

@@ -1,7 +1,7 @@
 """From a checkpoint's tensors to a Model: parts that share an input are stacked, norms get their 1 once.
 
 Source: tensor names and layouts of the `qwen4_exp` releases, `weights`. On the CPU, matrices are mapped from the
-file and decoded as they are used; only small models are decoded once (see `decode_bytes`).
+file and decoded as they are used; only small models are decoded once (see `is_small`).
 """
 
 from collections.abc import Callable
@@ -38,9 +38,17 @@ DTYPES = {
     "U8": torch.uint8,
     "I64": torch.int64,
 }
-# Below this many bytes of weights a CPU model is held in float32: the products run in float32, and converting a
-# small model's matrices at every use costs as much as the products (25 us of 60 at 1024 x 256, 2-core Xeon).
-DECODE_BYTES = 1 << 30
+SMALL_BYTES = 1 << 30
+
+
+def is_small(checkpoint: Checkpoint) -> bool:
+    """Whether a CPU model is held in float32 and run by one thread.
+
+    Its products take 5 to 40 us, and converting a matrix at every use would cost as much again. A second thread
+    gains nothing at that size, and on a busy machine every hand-over to it may wait for a time slice: 5 steps of
+    the shipped model took 0.07 s with one thread and 4.9 s with two beside other load (2-core Xeon, torch 2.13).
+    """
+    return checkpoint.num_bytes < SMALL_BYTES
 
 
 def load_model(
@@ -64,7 +72,7 @@ class _Loader:
         self.config = checkpoint.config
         self.weights = checkpoint.weights
         self.device = device
-        self.decode_all = device == "cpu" and checkpoint.num_bytes < DECODE_BYTES
+        self.decode_all = device == "cpu" and is_small(checkpoint)
         self.dtype = DTYPES[self.weights["embed_tokens"].parts["weight"].dtype]
 
     def model(self, positions: int, on_layer: Callable[[int, int], None] | None, drafter: bool) -> Model:

@@ -1,0 +1,128 @@
+// What decode kernels share: bulk copies into a ring that one warp owns, programmatic dependent launch, bf16 matrix steps.
+// Source: PTX ISA 9.0 (cp.async.bulk, mbarrier, griddepcontrol, mma.m16n8k16). Includes nothing, so that NVRTC needs no
+// toolkit headers; compute capability 9.0 and later.
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define DEVICE __device__ __forceinline__
+
+struct alignas(16) Words {
+  u32 x, y, z, w;
+};
+
+DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
+
+// ------------------------------------------------------------------ programmatic dependent launch
+
+// The next kernel's blocks may start once every block of this one has said so; its own wait still covers our stores.
+DEVICE void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// Everything the kernels before this one wrote is visible afterwards. A kernel launched without the attribute passes at once.
+DEVICE void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// ------------------------------------------------------------------ barriers of bulk copies
+
+DEVICE void barrier_init(u32 barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Makes initialised barriers visible to the copy engine.
+DEVICE void barrier_init_done() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+DEVICE void barrier_expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+DEVICE void barrier_wait(u32 barrier, u32 parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again_%=:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again_%=;\n"
+      "}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// ------------------------------------------------------------------ copies and loads
+
+// Weights are read once a step: they leave the L2 first, so that activations stay.
+DEVICE u64 evict_first_policy() {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// Both addresses and the size are multiples of 16 bytes.
+DEVICE void bulk_copy(u32 to, const void* from, u32 bytes, u32 barrier, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
+DEVICE void copy16(u32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+DEVICE void copy16_streamed(u32 to, const void* from, u64 policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(policy) : "memory");
+}
+
+DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int PENDING> DEVICE void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
+
+DEVICE Words load_shared(u32 address) {
+  Words v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+  return v;
+}
+
+// Through the L2: the L1 may hold what an earlier kernel of the chain read here before the last one wrote it.
+DEVICE Words load_global(const void* pointer) {
+  Words v;
+  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(pointer));
+  return v;
+}
+
+// ------------------------------------------------------------------ arithmetic
+
+// c[16, 8] += a[16, 16] b[16, 8], bf16 operands. Lane (g, t) = (lane / 4, lane % 4): a0, a2 hold row g, a1, a3 row g + 8;
+// b0, b1 hold column g; c[0..1] are row g, columns 2t and 2t + 1, c[2..3] the same of row g + 8.
+DEVICE void matrix_step(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Nearest even, once.
+DEVICE u16 to_bf16(float value) {
+  u16 bits;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return bits;
+}
+
+// ------------------------------------------------------------------ cluster
+
+DEVICE void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// A float of another block of the cluster, at the address it has in this one.
+DEVICE float load_peer(u32 address, u32 rank) {
+  u32 remote;
+  float value;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(remote) : "memory");
+  return value;
+}

@@ -1,0 +1,188 @@
+// kernels/include/stream.cuh for the host: a thread stands for a lane, a std::barrier for a barrier. Slow and exact in what
+// it shows: addresses, alignment, shared-memory sizes, order of sums, reads past the end. Not shown: asynchrony and races.
+#pragma once
+#include <atomic>
+#include <barrier>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <thread>
+#include <utility>
+#include <vector>
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define DEVICE inline
+#define __global__
+#define __launch_bounds__(...)
+#define __grid_constant__
+
+struct alignas(16) Words {
+  u32 x, y, z, w;
+};
+struct Index {
+  int x;
+};
+struct float2 {
+  float x, y;
+};
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline int min(int a, int b) { return a < b ? a : b; }
+
+struct Warp {
+  std::barrier<> sync{32};
+  u32 a[32][4], b[32][2];
+};
+struct Block {
+  std::vector<u8> memory;
+  std::barrier<> sync;
+  std::vector<std::unique_ptr<Warp>> warps;
+  Block(int threads, size_t bytes) : memory(bytes + 128, 0xff), sync(threads) {  // 0xff: NaN until written
+    for (int i = 0; i < threads / 32; i++) warps.push_back(std::make_unique<Warp>());
+  }
+  u8* shared() { return (u8*)(((uintptr_t)memory.data() + 127) & ~(uintptr_t)127); }
+};
+struct Copy {
+  u32 to;
+  const void* from;
+};
+
+inline thread_local Index threadIdx, blockIdx;
+inline thread_local Block* block;
+inline thread_local u8* block_shared;
+inline thread_local size_t shared_size;
+inline thread_local std::vector<Block*>* cluster;
+inline thread_local std::barrier<>* cluster_barrier;
+inline thread_local std::vector<Copy> open_copies;
+inline thread_local std::vector<std::vector<Copy>> copies;
+inline std::vector<std::pair<const u8*, size_t>> readable;
+inline std::atomic<int> faults{0};
+
+inline void fault(const char* what) {
+  if (faults++ < 5) fprintf(stderr, "%s: block %d, thread %d\n", what, blockIdx.x, threadIdx.x);
+}
+inline void check_global(const void* from, size_t bytes) {
+  bool inside = false;
+  for (auto& [base, size] : readable) inside |= (const u8*)from >= base && (const u8*)from + bytes <= base + size;
+  if (!inside) fault("read outside of the arguments");
+  if ((uintptr_t)from % 16) fault("global address not a multiple of 16");
+}
+inline void check_shared(u32 address, size_t bytes) {
+  if (address % (bytes < 16 ? bytes : 16) || address + bytes > shared_size) fault("shared address");
+}
+
+inline u32 shared_address(const void* pointer) { return (u32)((u8*)pointer - block_shared); }
+inline void launch_dependents() {}
+inline void wait_for_predecessor() {}
+inline void __syncthreads() { block->sync.arrive_and_wait(); }
+inline void __syncwarp() { block->warps[threadIdx.x / 32]->sync.arrive_and_wait(); }
+
+// A barrier counts the copies that have landed; its phase is the lowest bit of that count.
+inline std::atomic<u64>& counter(u32 barrier) { return *(std::atomic<u64>*)(block_shared + barrier); }
+inline void barrier_init(u32 barrier, u32) {
+  check_shared(barrier, 8);
+  counter(barrier) = 0;
+}
+inline void barrier_init_done() {}
+inline void barrier_expect(u32, u32) {}
+inline void barrier_wait(u32 barrier, u32 parity) {
+  for (int i = 0; (counter(barrier) & 1) == parity; i++) {
+    if (i == 10000000) return fault("waits forever");
+    std::this_thread::yield();
+  }
+}
+inline u64 evict_first_policy() { return 0; }
+inline void bulk_copy(u32 to, const void* from, u32 bytes, u32 barrier, u64) {
+  check_global(from, bytes);
+  check_shared(to, bytes);
+  if (bytes % 16) fault("bulk copy of a size that is not a multiple of 16");
+  memcpy(block_shared + to, from, bytes);
+  counter(barrier)++;
+}
+inline void copy16(u32 to, const void* from) {
+  check_global(from, 16);
+  check_shared(to, 16);
+  open_copies.push_back({to, from});
+}
+inline void copy16_streamed(u32 to, const void* from, u64) { copy16(to, from); }
+inline void copies_commit() {
+  copies.push_back(open_copies);
+  open_copies.clear();
+}
+template <int PENDING> void copies_wait() {  // lands as late as allowed
+  for (; (int)copies.size() > PENDING; copies.erase(copies.begin()))
+    for (auto& c : copies.front()) memcpy(block_shared + c.to, c.from, 16);
+}
+inline Words load_shared(u32 address) {
+  check_shared(address, 16);
+  return *(Words*)(block_shared + address);
+}
+inline Words load_global(const void* from) {
+  check_global(from, 16);
+  return *(const Words*)from;
+}
+
+inline float bf16_of(u32 word, int high) {
+  const u32 bits = high ? word & 0xffff0000u : word << 16;
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+// The fragment layout of PTX ISA, mma.m16n8k16 with bf16.
+inline void matrix_step(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  Warp& w = *block->warps[threadIdx.x / 32];
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const u32 a[4] = {a0, a1, a2, a3}, b[2] = {b0, b1};
+  memcpy(w.a[lane], a, sizeof a);
+  memcpy(w.b[lane], b, sizeof b);
+  w.sync.arrive_and_wait();
+  for (int i = 0; i < 4; i++) {
+    const int row = g + i / 2 * 8, column = 2 * t + i % 2;
+    for (int k = 0; k < 16; k++) {
+      const int owner = k % 8 / 2;
+      const u32 left = w.a[row % 8 * 4 + owner][k / 8 * 2 + row / 8], right = w.b[column * 4 + owner][k / 8];
+      c[i] += bf16_of(left, k & 1) * bf16_of(right, k & 1);
+    }
+  }
+  w.sync.arrive_and_wait();
+}
+inline u16 to_bf16(float value) {
+  u32 bits;
+  memcpy(&bits, &value, 4);
+  return value != value ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+inline void cluster_sync() { cluster_barrier->arrive_and_wait(); }
+inline float load_peer(u32 address, u32 rank) {
+  check_shared(address, 4);
+  return *(float*)((*cluster)[rank]->shared() + address);
+}
+
+// Runs a kernel, one cluster after the other. Returns the number of faults.
+template <class Kernel> int run_grid(int blocks, int of_cluster, int threads, size_t shared_bytes, Kernel kernel) {
+  faults = 0;
+  for (int first = 0; first < blocks; first += of_cluster) {
+    std::vector<std::unique_ptr<Block>> owned;
+    std::vector<Block*> members;
+    for (int i = 0; i < of_cluster; i++) members.push_back(owned.emplace_back(std::make_unique<Block>(threads, shared_bytes)).get());
+    std::barrier<> together(threads * of_cluster);
+    std::vector<std::thread> running;
+    for (int i = 0; i < threads * of_cluster; i++)
+      running.emplace_back([&, i] {
+        threadIdx.x = i % threads;
+        blockIdx.x = first + i / threads;
+        block = members[i / threads];
+        block_shared = block->shared();
+        shared_size = shared_bytes;
+        cluster = &members;
+        cluster_barrier = &together;
+        kernel();
+      });
+    for (auto& thread : running) thread.join();
+  }
+  return faults;
+}
