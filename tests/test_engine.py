@@ -108,7 +108,7 @@ def test_coupled_text_is_the_same_for_every_k(checkpoint: Checkpoint) -> None:
 
 
 def test_greedy_text_is_the_same_for_every_k(checkpoint: Checkpoint) -> None:
-    request = Request("r", prompt(8, 11), GREEDY, 32)
+    request = Request("r", prompt(8, 11), GREEDY, 20)
     texts = [alone(checkpoint, [request], spec_tokens=k, max_num_batched_tokens=3 + k)["r"] for k in range(8)]
     assert all(text == texts[0] for text in texts)
 
@@ -142,11 +142,11 @@ def held(engine: Engine) -> tuple[object, ...]:
 def test_a_cancelled_request_stops_and_gives_everything_back(checkpoint: Checkpoint) -> None:
     """C-API-12: 200 rounds of a long request that is cancelled, and a short one; then all is as it was."""
     engine = Engine(checkpoint, engine_config(spec_tokens=1, max_num_seqs=2))
-    short = Request("short", prompt(3, 4), SamplingParams(temperature=1.0, seed=4), 2)
+    short = Request("short", prompt(3, 2), SamplingParams(temperature=1.0, seed=4), 2)
     expected = serve(engine, short)["short"]
     before = held(engine)
     for number in range(200):
-        engine.submit(Request("long", prompt(4, 3), GREEDY, 100))
+        engine.submit(Request("long", prompt(4, 2), GREEDY, 100))
         if number % 3:
             taken = list(islice(engine.run(), number % 3))
             assert {piece.request_id for piece in taken} == {"long"}
