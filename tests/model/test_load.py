@@ -101,7 +101,7 @@ def test_a_float32_twin_gives_the_same_bits(tmp_path: Path, release: str, monkey
     assert twin[0].std() > 0.01
     at_load = logits(checkpoint)
     # as a model too large to be decoded at load, which decodes at every use
-    monkeypatch.setattr(load, "DECODE_BYTES", 0)
+    monkeypatch.setattr(load, "SMALL_BYTES", 0)
     at_use = logits(checkpoint)
     for i, name in enumerate(("target", "drafter")):
         assert torch.equal(at_load[i], twin[i]), name
