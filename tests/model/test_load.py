@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.checkpoints import ALL_RELEASES, make_tiny, tiny_config
-from tests.ours import Ours
 from torch import Tensor
 
 from stepfloor.formats.codec import PackedWeight
 from stepfloor.model import load
 from stepfloor.tools.convert import plan_random, write_random
 from stepfloor.weights.checkpoint import Checkpoint, open_checkpoint
+from tests.checkpoints import ALL_RELEASES, make_tiny, tiny_config
+from tests.ours import Ours
 
 TOKENS = torch.randint(0, 64, (24,), generator=torch.Generator().manual_seed(0)).tolist()
 BARE = ("A_log", "dt_bias", "layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")
@@ -101,7 +101,7 @@ def test_a_float32_twin_gives_the_same_bits(tmp_path: Path, release: str, monkey
     assert twin[0].std() > 0.01
     at_load = logits(checkpoint)
     # as a model too large to be decoded at load, which decodes at every use
-    monkeypatch.setattr(load, "DECODE_BYTES", 0)
+    monkeypatch.setattr(load, "SMALL_BYTES", 0)
     at_use = logits(checkpoint)
     for i, name in enumerate(("target", "drafter")):
         assert torch.equal(at_load[i], twin[i]), name
