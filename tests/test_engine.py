@@ -337,21 +337,22 @@ def test_two_thousand_tokens(checkpoint: Checkpoint, k: int, monkeypatch: pytest
     exact: dict[int, tuple[Tensor, float, int]] = {}
     plain_rule = decode_room.delta_rule
 
-    def replay(rows: DeltaRows, layer: int) -> None:
+    def replay(rows: DeltaRows, layer: int, start: int, stop: int) -> None:
         state, decay, count = exact[layer]
-        for t in range(rows.beta.shape[0]):
-            state = state * rows.decay[t].double()[:, None, None]
+        for t in range(start, stop):
+            state = state * rows.log_decay[t].double().exp()[:, None, None]
+            decay = max(decay, float(rows.log_decay[t].max().exp()))
             key = rows.key[t].double().unsqueeze(1)
             error = rows.value[t].double() - torch.bmm(key, state).squeeze(1)
             state = torch.baddbmm(state, key.transpose(1, 2), (rows.beta[t].double()[:, None] * error).unsqueeze(1))
-        exact[layer] = state, max(decay, float(rows.decay.max())), count + rows.beta.shape[0]
+        exact[layer] = state, decay, count + stop - start
 
-    def rule(rows: DeltaRows, state: Tensor) -> Tensor:
+    def rule(rows: DeltaRows, state: Tensor, start: int, stop: int) -> Tensor:
         # a state that is kept lies in the cache; the rows on trial run on a copy
         layer = next((i for i, kept in enumerate(cache.state) if kept[0].data_ptr() == state.data_ptr()), None)
         if layer is not None:
-            replay(rows, layer)
-        return plain_rule(rows, state)
+            replay(rows, layer, start, stop)
+        return plain_rule(rows, state, start, stop)
 
     monkeypatch.setattr(decode_room, "delta_rule", rule)
     monkeypatch.setattr(prefill_room, "delta_rule", rule)
