@@ -21,6 +21,7 @@
 // EARLY                   what happens before the predecessor has ended: 0 nothing, 1 the state is called into the L2, which
 //                         is right whoever still writes it, 2 state and kept rows are read, which is right only if slots,
 //                         pending, state and rows were final before the predecessor began
+// PASSING                 whether a written state leaves the L2 before other lines
 // SILU                    the gate's activation: silu or sigmoid
 // PER_SM                  blocks a multiprocessor should hold
 
@@ -47,8 +48,9 @@ static_assert(HEADS % KEY_HEADS == 0 && V % (COLS * PARTS) == 0 && K % (4 * DEPT
 static_assert(WIDTH % 8 == 0 && CHANNELS % 8 == 0 && (HEADS * V) % 8 == 0 && ALL <= 32 && COLS >= 8 && COLS <= 32, "shape");
 
 // Shared memory, bytes from the start; shared_bytes of gdn_decode.py is the end.
-constexpr int STAGE = 0;  // [HISTORY + ALL][OWN] bf16: raw rows, the history first
-constexpr int GATE = STAGE + (HISTORY + ALL) * OWN * 2;  // [ROWS][WIDTH] bf16: z
+constexpr int STAGE = 0;                                  // [HISTORY + KEPT][OWN] bf16: the history, then pending rows
+constexpr int FRESH = STAGE + (HISTORY + KEPT) * OWN * 2;  // [ROWS][OWN] bf16: new rows
+constexpr int GATE = FRESH + ROWS * OWN * 2;               // [ROWS][WIDTH] bf16: z
 constexpr int QUERY = GATE + ROWS * WIDTH * 2;           // [ROWS][K] float
 constexpr int KEY = QUERY + ROWS * K * 4;                // [ALL][K]
 constexpr int VALUE = KEY + ALL * K * 4;                 // [ALL][WIDTH]
@@ -175,32 +177,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) gdn_decode_kernel(
   if (EARLY == 1) {
     // this may be the slot of an earlier step; then the wrong lines come, and no harm
     const long long guess = max(0ll, min(a.num_slots - 1, load_index(a.slots + b)));
-    for (int i = tid; i < K; i += THREADS)
-      call_into_l2(a.state + ((guess * HEADS + head) * K + i) * V + part * WIDTH, WIDTH * 4);
+    for (int i = tid; i < K * WIDTH / 8; i += THREADS)  // a sector of 32 bytes each
+      call_into_l2(a.state + ((guess * HEADS + head) * K + i / (WIDTH / 8)) * V + part * WIDTH + i % (WIDTH / 8) * 8);
   }
+  const u16* const projected = a.projected + (long long)b * ROWS * a.projected_stride;
+  const auto request_new_rows = [&] {
+    for (int i = tid; i < ROWS * PIECES; i += THREADS)
+      copy16(FRESH + shared_address(shared) + i * 16,
+             projected + i / PIECES * a.projected_stride + channel_of(i % PIECES, key_head, column));
+    for (int i = tid; i < ROWS * WIDTH / 8; i += THREADS)
+      copy16(GATE + shared_address(shared) + i * 16,
+             projected + i / (WIDTH / 8) * a.projected_stride + CHANNELS + column + i % (WIDTH / 8) * 8);
+  };
   if (EARLY < 2) wait_for_predecessor();
-  const long long slot = load_index(a.slots + b);
-  const int accepted = max(0, min(KEPT, (int)load_index(a.pending + b)));
+  const long long slot = load_index(a.slots + b), asked = load_index(a.pending + b);
+  if (EARLY < 2) request_new_rows();  // while the slot is on its way
+  const int accepted = max(0, min(KEPT, (int)asked));
   float* const state = a.state + (slot * HEADS + head) * K * V + part * WIDTH + own;
-  const u16* const raw_from = a.raw_from + slot * (HISTORY + KEPT) * CHANNELS;
-  for (int i = tid; i < (HISTORY + accepted) * PIECES; i += THREADS) {
-    const int row = i / PIECES, piece = i % PIECES;
-    copy16(STAGE + shared_address(shared) + i * 16, raw_from + row * CHANNELS + channel_of(piece, key_head, column));
-  }
   Share share;
 #pragma unroll
   for (int i = 0; i < QUADS * 4; i++) load_four(share.m[i], state + (i / 4 * DEPTH * 4 + depth * 4 + i % 4) * V);
-
-  if (EARLY == 2) wait_for_predecessor();
-  const u16* const projected = a.projected + (long long)b * ROWS * a.projected_stride;
-  for (int i = tid; i < ROWS * PIECES; i += THREADS) {
-    const int row = i / PIECES, piece = i % PIECES;
-    copy16(STAGE + shared_address(shared) + ((HISTORY + accepted) * PIECES + i) * 16,
-           projected + row * a.projected_stride + channel_of(piece, key_head, column));
+  const u16* const raw_from = a.raw_from + slot * (HISTORY + KEPT) * CHANNELS;
+  for (int i = tid; i < (HISTORY + accepted) * PIECES; i += THREADS)
+    copy16(STAGE + shared_address(shared) + i * 16,
+           raw_from + i / PIECES * CHANNELS + channel_of(i % PIECES, key_head, column));
+  if (EARLY == 2) {
+    wait_for_predecessor();
+    request_new_rows();
   }
-  for (int i = tid; i < ROWS * WIDTH / 8; i += THREADS)
-    copy16(GATE + shared_address(shared) + i * 16,
-           projected + i / (WIDTH / 8) * a.projected_stride + CHANNELS + column + i % (WIDTH / 8) * 8);
   copies_commit();
   if (tid < accepted + ROWS) {
     const u16* gates = tid < accepted ? a.gates_from + (slot * KEPT + tid) * 2 * HEADS
@@ -226,7 +230,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) gdn_decode_kernel(
       for (int t = 0; t < accepted + ROWS; t++) {
 #pragma unroll
         for (int i = 0; i < HISTORY; i++) window[i] = window[i + 1];
-        window[HISTORY] = raw[(t + HISTORY) * PAIRS];
+        window[HISTORY] = raw[(t < accepted ? t + HISTORY : t - accepted + HISTORY + KEPT) * PAIRS];
         float low = times(low_half(window[0]), taps[turn][0][0]), high = times(high_half(window[0]), taps[turn][1][0]);
 #pragma unroll
         for (int i = 1; i < TAPS; i++) {
@@ -271,7 +275,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) gdn_decode_kernel(
   for (int t = 0; t < accepted; t++) share.advance(key + t * K, value + t * WIDTH + own, decay[t], beta[t], depth);
   if (accepted) {
 #pragma unroll
-    for (int i = 0; i < QUADS * 4; i++) store_four(state + (i / 4 * DEPTH * 4 + depth * 4 + i % 4) * V, share.m[i]);
+    for (int i = 0; i < QUADS * 4; i++) {
+      float* const to = state + (i / 4 * DEPTH * 4 + depth * 4 + i % 4) * V;
+      if (PASSING) store_four_passing(to, share.m[i]);
+      else store_four(to, share.m[i]);
+    }
   }
 
   if (CLUSTER > 1) cluster_wait();  // all of them have read, and their shared memory exists
@@ -281,7 +289,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) gdn_decode_kernel(
     const bool mine = JOINED ? piece % CLUSTER == rank : head % GROUP == 0 && piece % PARTS == part;
     if (piece >= KEY_PIECES || mine)
       store_words(raw_to + row * CHANNELS + channel_of(piece, key_head, column),
-                  load_shared(STAGE + shared_address(shared) + (accepted * PIECES + i) * 16));
+                  load_shared(STAGE + shared_address(shared) + (i + (row < HISTORY ? accepted : KEPT) * PIECES) * 16));
   }
   if (part == 0 && tid < 2 * ROWS) {
     const int row = tid / 2, at = tid % 2 * HEADS + head;

@@ -39,6 +39,7 @@ class DeltaPlan:
     joined  whether a cluster holds all blocks that read a key head, as rewriting rows in place demands
     early   what may precede the end of the kernel before: 0 nothing, 1 calling the state into the L2, 2 reading it,
             for steps in which slots, pending, state and rows were final before that kernel began
+    passing whether a written state leaves the L2 before other lines
     """
 
     key_heads: int
@@ -52,6 +53,7 @@ class DeltaPlan:
     parts: int = 2
     joined: bool = True
     early: int = 1
+    passing: bool = True
 
     @property
     def threads(self) -> int:
@@ -111,6 +113,7 @@ class DeltaPlan:
             "PARTS": self.parts,
             "JOINED": int(self.joined),
             "EARLY": self.early,
+            "PASSING": int(self.passing),
             "PER_SM": self.per_multiprocessor,
         }
 

@@ -31,10 +31,8 @@ inline void store_words(void* pointer, const Words& v) {
   check_range(pointer, 16);
   memcpy(pointer, &v, 16);
 }
-inline void call_into_l2(const void* pointer, u32 bytes) {
-  check_range(pointer, 16);
-  check_range((const u8*)pointer + bytes - 16, 16);
-}
+inline void store_four_passing(float* pointer, const float (&v)[4]) { store_four(pointer, v); }
+inline void call_into_l2(const void* pointer) { check_range(pointer, 32); }
 inline long long min(long long a, long long b) { return a < b ? a : b; }
 inline long long max(long long a, long long b) { return a > b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }

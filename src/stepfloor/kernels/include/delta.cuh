@@ -22,8 +22,12 @@ DEVICE void load_four(float (&v)[4], const float* pointer) {
   asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3]) : "l"(pointer));
 }
 
-// Leaves the L2 first: nobody reads a state again before the next step.
 DEVICE void store_four(float* pointer, const float (&v)[4]) {
+  asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+}
+
+// Leaves the L2 before other lines: nobody reads a state again before the next step.
+DEVICE void store_four_passing(float* pointer, const float (&v)[4]) {
   asm volatile("st.global.cs.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
 }
 
@@ -31,10 +35,7 @@ DEVICE void store_words(void* pointer, const Words& v) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
-// Address and size are multiples of 16 bytes.
-DEVICE void call_into_l2(const void* pointer, u32 bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(pointer), "r"(bytes) : "memory");
-}
+DEVICE void call_into_l2(const void* pointer) { asm volatile("prefetch.global.L2 [%0];" ::"l"(pointer)); }
 
 // ------------------------------------------------------------------ arithmetic that rounds where it is written
 
