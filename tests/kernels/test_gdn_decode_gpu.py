@@ -27,10 +27,10 @@ NO_NVRTC = missing_for_cuda()
 
 
 def test_plans_of_the_model() -> None:
-    """Portable clusters, shared memory for two blocks, and one number of columns: it decides the bits."""
+    """They can be built, leave room for the next kernel, and have one number of columns: it decides the bits."""
     for rows in range(1, 9):
         chosen = {choose_plan(replace(MODEL, rows=rows, kept=8), b) for b in (1, 2, 4, 8, 16)}
-        assert all(p.fits() and p.cluster <= 8 and p.shared_bytes <= MOST_SHARED // 2 for p in chosen)
+        assert all(p.fits() and p.shared_bytes <= MOST_SHARED // 2 for p in chosen)
         assert {p.cols for p in chosen} == {MODEL.cols}
 
 

@@ -25,6 +25,8 @@ from stepfloor.kernels._torch import delta_rows, delta_rule, gated_norm
 logger = logging.getLogger(__name__)
 
 TAPS = 4
+# blocks of a head, from so many sequences on; all give a value the same bits. Not measured yet: benchmarks/delta_net.py
+PARTS = ((1, 2),)
 MOST_ROWS = 32  # pending and new ones of a sequence
 MOST_SHARED = 227 * 1024
 
@@ -181,7 +183,8 @@ def gdn_decode(
     slots        [B] int64; pending [B] int64, rows of the last step that were accepted (0 after a prefill)
     conv_weight  [C, taps] float32; a_log, dt_bias [HV] float32; norm_weight [V] in the dtype of projected
     key_heads    query and key heads; key_dim  K; eps  of the norm; activation  sigmoid or silu, of the gate
-    Returns [B, R, HV * V]. Raises ValueError if R exceeds the rows that can be pending or the shapes disagree.
+    Returns [B, R, HV * V]. On a GPU slots and pending are read there; the first call of a shape loads its kernel, which
+    a graph capture must not do. Raises ValueError if R exceeds the rows that can be pending or the shapes disagree.
     """
     if projected.shape[1] > gate_rows.shape[1]:
         raise ValueError(f"gdn_decode holds {gate_rows.shape[1]} pending rows a sequence; got {projected.shape[1]}")
@@ -221,9 +224,8 @@ def gdn_decode(
 
 
 def choose_plan(plan: DeltaPlan, sequences: int) -> DeltaPlan:
-    """The plan for a number of sequences: all choices give a value the same bits."""
-    del sequences  # benchmarks/delta_net.py has not shown yet that it matters
-    return replace(plan, parts=2)
+    """The plan for a number of sequences."""
+    return replace(plan, parts=[parts for first, parts in PARTS if sequences >= first][-1])
 
 
 @cache
