@@ -84,7 +84,7 @@ class Launch:
 
     grid, block   blocks, and threads of a block, along x
     shared_bytes  dynamic shared memory of a block
-    cluster       blocks of a cluster
+    cluster       blocks of a cluster; more than 8 where the chip allows it
     dependent     programmatic dependent launch: blocks may start before the previous kernel of the stream has ended,
                   and the kernel waits for it itself
     Not for two threads at once: the launch configuration is reused.
@@ -104,7 +104,7 @@ class Launch:
         from cuda.bindings import driver
 
         self._device = device
-        self._function = _load(cubin, name, device, shared_bytes)
+        self._function = _load(cubin, name, device, shared_bytes, cluster)
         self._config = config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
@@ -136,7 +136,7 @@ class Launch:
             _checked(status, self._doing)
 
 
-def _load(cubin: bytes, name: str, device: torch.device, shared_bytes: int) -> Any:
+def _load(cubin: bytes, name: str, device: torch.device, shared_bytes: int, cluster: int) -> Any:
     from cuda.bindings import driver
 
     with torch.cuda.device(device):
@@ -147,11 +147,15 @@ def _load(cubin: bytes, name: str, device: torch.device, shared_bytes: int) -> A
         attribute = driver.CUfunction_attribute
         # above 48 KB only on request; every kernel asks for the largest carve-out, because a multiprocessor cannot
         # change it while blocks of the kernel before still run there
-        for which, value in (
+        wanted = [
             (attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes),
             (attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100),
-        ):
-            _checked(driver.cuFuncSetAttribute(function, which, value), f"giving {name} {shared_bytes} shared bytes")
+        ]
+        if cluster > 8:
+            wanted.append((attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1))
+        for which, value in wanted:
+            doing = f"giving {name} {shared_bytes} shared bytes and clusters of {cluster}"
+            _checked(driver.cuFuncSetAttribute(function, which, value), doing)
     return function
 
 

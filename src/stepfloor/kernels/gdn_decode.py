@@ -4,13 +4,120 @@ The recurrent state is kept as it was at an earlier commit, beside the projected
 the rows that the last step accepted and writes the state once; then it runs its own rows, which stay pending
 until the next step knows how many of them were accepted.
 
+On a GPU one kernel does all of it in bf16 (`gdn_decode.cu`): the state is read once and written once. The bits of a row
+there depend on nothing but the row and what came before it: not on B, not on R, nor on whether it was replayed.
+
 Source: transformers 5.24, Qwen4ExpTextGatedDeltaNet.forward (qwen4_exp/modeling_qwen4_exp.py).
 """
+
+import logging
+import struct
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from stepfloor.kernels._jit import Launch, compile_cuda, default_cache_dir, device_arch, missing_for_cuda
 from stepfloor.kernels._torch import delta_rows, delta_rule, gated_norm
+
+logger = logging.getLogger(__name__)
+
+TAPS = 4
+# blocks of a head, from so many sequences on; all give a value the same bits. Not measured yet: benchmarks/delta_net.py
+PARTS = ((1, 2),)
+MOST_ROWS = 32  # pending and new ones of a sequence
+MOST_SHARED = 227 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaPlan:
+    """A specialisation of `gdn_decode.cu`, whose macros have these names. `cols` alone decides the bits of a value.
+
+    rows    new rows; kept  rows that can be pending
+    silu    whether silu, not sigmoid, gates the norm
+    cols    columns of a warp; parts  blocks of a head
+    joined  whether a cluster holds all blocks that read a key head, as rewriting rows in place demands
+    early   what may precede the end of the kernel before: 0 nothing, 1 calling the state into the L2, 2 reading it,
+            for steps in which slots, pending, state and rows were final before that kernel began
+    passing whether a written state leaves the L2 before other lines
+    """
+
+    key_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    rows: int
+    kept: int
+    silu: bool
+    cols: int = 8
+    parts: int = 2
+    joined: bool = True
+    early: int = 1
+    passing: bool = True
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.value_dim // (self.parts * self.cols) * 32
+
+    @property
+    def cluster(self) -> int:
+        """Blocks of a cluster."""
+        return self.parts * (self.heads // self.key_heads if self.joined else 1)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of one sequence."""
+        return self.heads * self.parts
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block, as `gdn_decode.cu` lays it out."""
+        width, every = self.value_dim // self.parts, self.rows + self.kept
+        rows = (TAPS - 1 + every) * (2 * self.key_dim + width) * 2 + self.rows * width * 2
+        operands = self.rows * self.key_dim + every * (self.key_dim + width)
+        results = self.rows * (width + self.value_dim // self.cols) + 2 * every
+        return rows + 4 * (operands + results)
+
+    @property
+    def per_multiprocessor(self) -> int:
+        """Blocks that registers allow: 80 a thread with 8 columns, of which 32 hold state, or 128 with 16 and 64."""
+        return max(1, 65536 // (self.threads * (80 if self.cols == 8 else 128 if self.cols == 16 else 200)))
+
+    def fits(self) -> bool:
+        """Whether the kernel can be built for these sizes."""
+        deep = 4 * 32 // (self.cols // 4)
+        width = self.value_dim // self.parts
+        return (
+            self.heads % self.key_heads == 0
+            and self.value_dim % (self.cols * self.parts) == 0
+            and width % 8 == 0
+            and self.key_dim % max(32, deep) == 0
+            and self.rows + self.kept <= MOST_ROWS
+            and self.cluster <= 16
+            and self.threads <= 1024
+            and self.shared_bytes <= MOST_SHARED
+        )
+
+    def macros(self) -> dict[str, int]:
+        """The macros that specialise `gdn_decode.cu`."""
+        return {
+            "KEY_HEADS": self.key_heads,
+            "HEADS": self.heads,
+            "K": self.key_dim,
+            "V": self.value_dim,
+            "ROWS": self.rows,
+            "KEPT": self.kept,
+            "SILU": int(self.silu),
+            "COLS": self.cols,
+            "PARTS": self.parts,
+            "JOINED": int(self.joined),
+            "EARLY": self.early,
+            "PASSING": int(self.passing),
+            "PER_SM": self.per_multiprocessor,
+        }
 
 
 def gdn_decode_reference(
@@ -76,7 +183,8 @@ def gdn_decode(
     slots        [B] int64; pending [B] int64, rows of the last step that were accepted (0 after a prefill)
     conv_weight  [C, taps] float32; a_log, dt_bias [HV] float32; norm_weight [V] in the dtype of projected
     key_heads    query and key heads; key_dim  K; eps  of the norm; activation  sigmoid or silu, of the gate
-    Returns [B, R, HV * V]. Raises ValueError if R exceeds the rows that can be pending or the shapes disagree.
+    Returns [B, R, HV * V]. On a GPU slots and pending are read there; the first call of a shape loads its kernel, which
+    a graph capture must not do. Raises ValueError if R exceeds the rows that can be pending or the shapes disagree.
     """
     if projected.shape[1] > gate_rows.shape[1]:
         raise ValueError(f"gdn_decode holds {gate_rows.shape[1]} pending rows a sequence; got {projected.shape[1]}")
@@ -86,6 +194,17 @@ def gdn_decode(
             f"gdn_decode wants projected [B, R, {columns}], slots [B], pending [B]; got {tuple(projected.shape)}, "
             f"{tuple(slots.shape)}, {tuple(pending.shape)}"
         )
+    operands = (projected, state, raw_rows, gate_rows, slots, pending, conv_weight, a_log, dt_bias, norm_weight)
+    if projected.is_cuda:
+        heads, value_dim = a_log.shape[0], norm_weight.shape[0]
+        rows, kept, silu = projected.shape[1], gate_rows.shape[1], activation == "silu"
+        plan = choose_plan(DeltaPlan(key_heads, heads, key_dim, value_dim, rows, kept, silu), projected.shape[0])
+        reason = _why_not_here(plan, projected.device, _as_the_kernel_reads(*operands))
+        if reason is None:
+            out = projected.new_empty((*projected.shape[:2], heads * value_dim))
+            launch = launch_for(plan, projected.shape[0], projected.device, default_cache_dir())
+            launch(pack_arguments(*operands, out, raw_rows, gate_rows, eps))
+            return out
     return gdn_decode_reference(
         projected,
         state,
@@ -102,6 +221,110 @@ def gdn_decode(
         eps,
         activation,
     )
+
+
+def choose_plan(plan: DeltaPlan, sequences: int) -> DeltaPlan:
+    """The plan for a number of sequences."""
+    return replace(plan, parts=[parts for first, parts in PARTS if sequences >= first][-1])
+
+
+@cache
+def launch_for(
+    plan: DeltaPlan, sequences: int, device: torch.device, cache_dir: Path, dependent: bool = True
+) -> Launch:
+    """The compiled kernel, once a process. The first call loads it, which no graph capture may do."""
+    cubin = compile_cuda("gdn_decode.cu", plan.macros(), device_arch(device), cache_dir)
+    return Launch(
+        cubin,
+        "gdn_decode_kernel",
+        device,
+        sequences * plan.blocks,
+        plan.threads,
+        plan.shared_bytes,
+        cluster=plan.cluster,
+        dependent=dependent,
+    )
+
+
+def pack_arguments(
+    projected: Tensor,
+    state: Tensor,
+    raw_rows: Tensor,
+    gate_rows: Tensor,
+    slots: Tensor,
+    pending: Tensor,
+    conv_weight: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    out: Tensor,
+    raw_to: Tensor,
+    gates_to: Tensor,
+    eps: float,
+) -> bytes:
+    """struct Arguments of `gdn_decode.cu`; rows may be written to other tensors than they are read from."""
+    pointers = (
+        projected,
+        state,
+        raw_rows,
+        raw_to,
+        gate_rows,
+        gates_to,
+        slots,
+        pending,
+        conv_weight,
+        a_log,
+        dt_bias,
+        norm_weight,
+        out,
+    )
+    addresses = [tensor.data_ptr() for tensor in pointers]
+    return struct.pack(f"{len(addresses)}Pqqf4x", *addresses, projected.stride(1), state.shape[0], eps)
+
+
+def _as_the_kernel_reads(
+    projected: Tensor,
+    state: Tensor,
+    raw_rows: Tensor,
+    gate_rows: Tensor,
+    slots: Tensor,
+    pending: Tensor,
+    conv_weight: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+) -> bool:
+    """Whether dtypes, strides and alignment are those that the addresses in the kernel assume."""
+    halves = (projected, raw_rows, gate_rows, norm_weight)
+    floats = (state, conv_weight, a_log, dt_bias)
+    whole = (state, raw_rows, gate_rows, slots, pending, conv_weight, a_log, dt_bias, norm_weight)
+    batch, row, column = projected.stride()
+    return (
+        all(t.dtype == torch.bfloat16 for t in halves)
+        and all(t.dtype == torch.float32 for t in floats)
+        and slots.dtype == pending.dtype == torch.int64
+        and all(t.is_contiguous() for t in whole)
+        and all(t.data_ptr() % 16 == 0 for t in (projected, state, raw_rows, conv_weight))
+        and column == 1
+        and row % 8 == 0
+        and (batch == projected.shape[1] * row or projected.shape[0] == 1)
+        and conv_weight.shape[1] == TAPS
+    )
+
+
+@cache
+def _why_not_here(plan: DeltaPlan, device: torch.device, readable: bool) -> str | None:
+    """Why the reference runs on a GPU, said once."""
+    reason = missing_for_cuda()
+    if reason is None and not readable:
+        reason = f"the kernel reads contiguous bf16 rows, float32 state and {TAPS} taps"
+    if reason is None and not plan.fits():
+        reason = f"the kernel cannot be built for {plan}"
+    if reason is None and torch.cuda.get_device_capability(device)[0] < 9:
+        reason = "the kernel needs compute capability 9.0 (clusters)"
+    if reason is not None:
+        logger.info("gdn_decode runs its reference: %s", reason)
+    return reason
 
 
 def gdn_decode_inputs(

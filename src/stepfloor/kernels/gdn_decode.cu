@@ -1,0 +1,346 @@
+// One decode step of a gated delta net for B sequences: replay of the rows the last step accepted, one write of the state,
+// then R new rows that leave the state in memory alone. Source: gdn_decode.py, whose reference this follows rounding for
+// rounding; the float32 sums of the recurrence have another order.
+//
+// A warp owns COLS columns of one head's state [K, V] in registers and never asks another warp about them: a row is two sums
+// over K across the lanes. PARTS blocks share a head, and only the mean square of the closing norm crosses them.
+//
+// A value depends on COLS alone, not on B, R or PARTS, and a replayed row leaves the bits it left as a new row's: every
+// operation of the recurrence is written out, so that no compiler contracts it differently in two places.
+//
+// raw_rows and gate_rows are rewritten in place, and the q and k channels of a key head are read by PARTS blocks of each of
+// its value heads. JOINED puts them all in one cluster; each arrives when it has read and waits before it writes.
+
+#include "delta.cuh"
+
+// KEY_HEADS, HEADS, K, V  sizes; GROUP = HEADS / KEY_HEADS value heads share a key head
+// ROWS, KEPT           new rows R; rows that can be pending
+// COLS                    columns of a warp; PARTS  blocks of a head
+// JOINED                  whether a cluster holds all blocks of a key head, or only those of one value head, which is right
+//                         only if rows are written to other tensors than they are read from
+// EARLY                   what happens before the predecessor has ended: 0 nothing, 1 the state is called into the L2, which
+//                         is right whoever still writes it, 2 state and kept rows are read, which is right only if slots,
+//                         pending, state and rows were final before the predecessor began
+// PASSING                 whether a written state leaves the L2 before other lines
+// SILU                    the gate's activation: silu or sigmoid
+// PER_SM                  blocks a multiprocessor should hold
+
+constexpr int TAPS = 4, HISTORY = TAPS - 1;
+constexpr int GROUP = HEADS / KEY_HEADS;
+constexpr int WIDTH = V / PARTS;  // columns of a block
+constexpr int WARPS = WIDTH / COLS;
+constexpr int THREADS = WARPS * 32;
+constexpr int CLUSTER = PARTS * (JOINED ? GROUP : 1);
+constexpr int BLOCKS = HEADS * PARTS;  // of one sequence
+constexpr int KEY_WIDTH = KEY_HEADS * K;
+constexpr int CHANNELS = 2 * KEY_WIDTH + HEADS * V;
+constexpr int OWN = 2 * K + WIDTH;  // channels a block convolves
+constexpr int PAIRS = OWN / 2;
+constexpr int PIECES = OWN / 8;  // of 16 bytes
+constexpr int KEY_PIECES = 2 * K / 8;
+constexpr int PAIR_TURNS = (PAIRS + THREADS - 1) / THREADS;
+constexpr int LANES = COLS / 4;    // side by side; the others are further down
+constexpr int DEPTH = 32 / LANES;  // lanes that share a column
+constexpr int QUADS = K / (4 * DEPTH);
+constexpr int ALL = KEPT + ROWS;
+constexpr int HEAD_WARPS = V / COLS;
+static_assert(HEADS % KEY_HEADS == 0 && V % (COLS * PARTS) == 0 && K % (4 * DEPTH) == 0 && K % 32 == 0, "shape");
+static_assert(WIDTH % 8 == 0 && CHANNELS % 8 == 0 && (HEADS * V) % 8 == 0 && ALL <= 32 && COLS >= 8 && COLS <= 32, "shape");
+
+// Shared memory, bytes from the start; shared_bytes of gdn_decode.py is the end.
+constexpr int STAGE = 0;                                  // [HISTORY + KEPT][OWN] bf16: the history, then pending rows
+constexpr int FRESH = STAGE + (HISTORY + KEPT) * OWN * 2;  // [ROWS][OWN] bf16: new rows
+constexpr int GATE = FRESH + ROWS * OWN * 2;               // [ROWS][WIDTH] bf16: z
+constexpr int QUERY = GATE + ROWS * WIDTH * 2;           // [ROWS][K] float
+constexpr int KEY = QUERY + ROWS * K * 4;                // [ALL][K]
+constexpr int VALUE = KEY + ALL * K * 4;                 // [ALL][WIDTH]
+constexpr int MIXED = VALUE + ALL * WIDTH * 4;           // [ROWS][WIDTH]
+constexpr int SQUARES = MIXED + ROWS * WIDTH * 4;        // [ROWS][HEAD_WARPS]
+constexpr int DECAY = SQUARES + ROWS * HEAD_WARPS * 4;   // [ALL]
+constexpr int BETA = DECAY + ALL * 4;                    // [ALL]
+
+struct Arguments {
+  const u16* projected;   // [B][ROWS][projected_stride]
+  float* state;           // [slots][HEADS][K][V]
+  const u16* raw_from;    // [slots][HISTORY + KEPT][CHANNELS]
+  u16* raw_to;
+  const u16* gates_from;  // [slots][KEPT][2 HEADS]
+  u16* gates_to;
+  const long long* slots;
+  const long long* pending;
+  const float* conv_weight;  // [CHANNELS][TAPS]
+  const float* a_log;
+  const float* dt_bias;
+  const u16* norm_weight;
+  u16* out;                     // [B][ROWS][HEADS V]
+  long long projected_stride;  // of a row, in values
+  long long num_slots;
+  float eps;
+};
+
+struct alignas(16) Four {
+  float x, y, z, w;
+};
+
+DEVICE float logistic(float x) { return over(1.0f, plus(1.0f, expf(-x))); }
+DEVICE float swish(float x) { return over(x, plus(1.0f, expf(-x))); }
+
+// The first channel of a piece of 8 of a block, among all channels.
+DEVICE int channel_of(int piece, int key_head, int column) {
+  if (piece < K / 8) return key_head * K + piece * 8;
+  if (piece < KEY_PIECES) return KEY_WIDTH + key_head * K + piece * 8 - K;
+  return 2 * KEY_WIDTH + column + piece * 8 - 2 * K;
+}
+
+// One row of the delta rule on this lane's share of the state; e and o of these columns end in every lane that holds them.
+struct Share {
+  float m[QUADS * 4][4];
+
+  DEVICE void advance(const float* key, const float* value, float decay, float beta, int depth) {
+    float k[QUADS * 4], e[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int i = 0; i < QUADS; i++) {
+      const Four four = *(const Four*)(key + (i * DEPTH + depth) * 4);
+      k[4 * i] = four.x, k[4 * i + 1] = four.y, k[4 * i + 2] = four.z, k[4 * i + 3] = four.w;
+    }
+#pragma unroll
+    for (int i = 0; i < QUADS * 4; i++) {
+#pragma unroll
+      for (int c = 0; c < 4; c++) {
+        m[i][c] = times(m[i][c], decay);
+        e[c] = times_plus(k[i], m[i][c], e[c]);
+      }
+    }
+#pragma unroll
+    for (int mask = LANES; mask < 32; mask *= 2) add_across(e, mask);
+    const Four v = *(const Four*)value;
+    const float u[4] = {times(beta, plus(v.x, -e[0])), times(beta, plus(v.y, -e[1])), times(beta, plus(v.z, -e[2])),
+                        times(beta, plus(v.w, -e[3]))};
+#pragma unroll
+    for (int i = 0; i < QUADS * 4; i++) {
+#pragma unroll
+      for (int c = 0; c < 4; c++) m[i][c] = times_plus(k[i], u[c], m[i][c]);
+    }
+  }
+
+  DEVICE void read(float (&o)[4], const float* query, int depth) const {
+#pragma unroll
+    for (int c = 0; c < 4; c++) o[c] = 0;
+#pragma unroll
+    for (int i = 0; i < QUADS; i++) {
+      const Four four = *(const Four*)(query + (i * DEPTH + depth) * 4);
+      const float q[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+#pragma unroll
+        for (int c = 0; c < 4; c++) o[c] = times_plus(q[j], m[4 * i + j][c], o[c]);
+      }
+    }
+#pragma unroll
+    for (int mask = LANES; mask < 32; mask *= 2) add_across(o, mask);
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) gdn_decode_kernel(const __grid_constant__ Arguments a) {
+  extern __shared__ __align__(16) u8 shared[];
+  float* const query = (float*)(shared + QUERY);
+  float* const key = (float*)(shared + KEY);
+  float* const value = (float*)(shared + VALUE);
+  float* const mixed = (float*)(shared + MIXED);
+  float* const squares = (float*)(shared + SQUARES);
+  float* const decay = (float*)(shared + DECAY);
+  float* const beta = (float*)(shared + BETA);
+
+  const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
+  const int part = blockIdx.x % PARTS, head = blockIdx.x / PARTS % HEADS, b = blockIdx.x / BLOCKS;
+  const int rank = blockIdx.x % CLUSTER, key_head = head / GROUP;
+  const int column = head * V + part * WIDTH;  // of this block, among the HEADS * V
+  const int across = lane % LANES, depth = lane / LANES;
+  const int own = warp * COLS + across * 4;  // this lane's columns of the block
+
+  launch_dependents();
+  float taps[PAIR_TURNS][2][4];
+#pragma unroll
+  for (int turn = 0; turn < PAIR_TURNS; turn++) {
+    const int pair = min(tid + turn * THREADS, PAIRS - 1);
+    const int channel = channel_of(pair / 4, key_head, column) + pair % 4 * 2;
+    load_four(taps[turn][0], a.conv_weight + (long long)channel * TAPS);
+    load_four(taps[turn][1], a.conv_weight + (long long)channel * TAPS + TAPS);
+  }
+  // THREADS is a multiple of WIDTH / 4: a thread closes the same columns of several rows
+  const int last = tid % (WIDTH / 4) * 4;
+  float norm[4];
+#pragma unroll
+  for (int c = 0; c < 4; c++) norm[c] = low_half(load_half(a.norm_weight + part * WIDTH + last + c));
+  const float rate = expf(a.a_log[head]), bias = a.dt_bias[head];
+
+  if (EARLY == 1) {
+    // this may be the slot of an earlier step; then the wrong lines come, and no harm
+    const long long guess = max(0ll, min(a.num_slots - 1, load_index(a.slots + b)));
+    for (int i = tid; i < K * WIDTH / 8; i += THREADS)  // a sector of 32 bytes each
+      call_into_l2(a.state + ((guess * HEADS + head) * K + i / (WIDTH / 8)) * V + part * WIDTH + i % (WIDTH / 8) * 8);
+  }
+  const u16* const projected = a.projected + (long long)b * ROWS * a.projected_stride;
+  const auto request_new_rows = [&] {
+    for (int i = tid; i < ROWS * PIECES; i += THREADS)
+      copy16(FRESH + shared_address(shared) + i * 16,
+             projected + i / PIECES * a.projected_stride + channel_of(i % PIECES, key_head, column));
+    for (int i = tid; i < ROWS * WIDTH / 8; i += THREADS)
+      copy16(GATE + shared_address(shared) + i * 16,
+             projected + i / (WIDTH / 8) * a.projected_stride + CHANNELS + column + i % (WIDTH / 8) * 8);
+  };
+  if (EARLY < 2) wait_for_predecessor();
+  const long long slot = load_index(a.slots + b), asked = load_index(a.pending + b);
+  if (EARLY < 2) request_new_rows();  // while the slot is on its way
+  const int accepted = max(0, min(KEPT, (int)asked));
+  float* const state = a.state + (slot * HEADS + head) * K * V + part * WIDTH + own;
+  Share share;
+#pragma unroll
+  for (int i = 0; i < QUADS * 4; i++) load_four(share.m[i], state + (i / 4 * DEPTH * 4 + depth * 4 + i % 4) * V);
+  const u16* const raw_from = a.raw_from + slot * (HISTORY + KEPT) * CHANNELS;
+  for (int i = tid; i < (HISTORY + accepted) * PIECES; i += THREADS)
+    copy16(STAGE + shared_address(shared) + i * 16,
+           raw_from + i / PIECES * CHANNELS + channel_of(i % PIECES, key_head, column));
+  if (EARLY == 2) {
+    wait_for_predecessor();
+    request_new_rows();
+  }
+  copies_commit();
+  if (tid < accepted + ROWS) {
+    const u16* gates = tid < accepted ? a.gates_from + (slot * KEPT + tid) * 2 * HEADS
+                                      : projected + (tid - accepted) * a.projected_stride + CHANNELS + HEADS * V;
+    const float gate_b = low_half(load_half(gates + head)), gate_a = plus(low_half(load_half(gates + HEADS + head)), bias);
+    const float soft = gate_a > 20.0f ? gate_a : log1pf(expf(gate_a));
+    beta[tid] = rounded(logistic(gate_b));
+    decay[tid] = expf(-times(rate, soft));
+  }
+  copies_wait<0>();
+  __syncthreads();
+  if (CLUSTER > 1) cluster_arrive();  // this block has read all rows that others may overwrite
+
+#pragma unroll
+  for (int turn = 0; turn < PAIR_TURNS; turn++) {
+    const int pair = tid + turn * THREADS;
+    if (pair < PAIRS) {
+      const u32* raw = (const u32*)(shared + STAGE) + pair;
+      u32 window[TAPS];
+#pragma unroll
+      for (int i = 0; i < HISTORY; i++) window[i + 1] = raw[i * PAIRS];
+#pragma unroll 2
+      for (int t = 0; t < accepted + ROWS; t++) {
+#pragma unroll
+        for (int i = 0; i < HISTORY; i++) window[i] = window[i + 1];
+        window[HISTORY] = raw[(t < accepted ? t + HISTORY : t - accepted + HISTORY + KEPT) * PAIRS];
+        float low = times(low_half(window[0]), taps[turn][0][0]), high = times(high_half(window[0]), taps[turn][1][0]);
+#pragma unroll
+        for (int i = 1; i < TAPS; i++) {
+          low = plus(low, times(low_half(window[i]), taps[turn][0][i]));
+          high = plus(high, times(high_half(window[i]), taps[turn][1][i]));
+        }
+        low = rounded(swish(rounded(low)));
+        high = rounded(swish(rounded(high)));
+        float* to;
+        if (pair < K / 2) {
+          if (t < accepted) continue;  // replayed rows are not read
+          to = query + (t - accepted) * K + pair * 2;
+        } else if (pair < K) {
+          to = key + t * K + pair * 2 - K;
+        } else {
+          to = value + t * WIDTH + pair * 2 - 2 * K;
+        }
+        to[0] = low;
+        to[1] = high;
+      }
+    }
+  }
+  __syncthreads();
+  for (int i = warp; i < accepted + 2 * ROWS; i += WARPS) {
+    const bool is_key = i < accepted + ROWS;
+    float* row = is_key ? key + i * K : query + (i - accepted - ROWS) * K;
+    float sum[1] = {0};
+#pragma unroll
+    for (int j = 0; j < K / 32; j++) sum[0] = times_plus(row[lane + 32 * j], row[lane + 32 * j], sum[0]);
+#pragma unroll
+    for (int mask = 1; mask < 32; mask *= 2) add_across(sum, mask);
+    const float scale = over(1.0f, root(plus(sum[0], 1e-6f)));
+#pragma unroll
+    for (int j = 0; j < K / 32; j++) {
+      const float unit = times(row[lane + 32 * j], scale);
+      row[lane + 32 * j] = is_key ? unit : over(unit, root((float)K));
+    }
+  }
+  __syncthreads();
+
+#pragma unroll 1
+  for (int t = 0; t < accepted; t++) share.advance(key + t * K, value + t * WIDTH + own, decay[t], beta[t], depth);
+  if (accepted) {
+#pragma unroll
+    for (int i = 0; i < QUADS * 4; i++) {
+      float* const to = state + (i / 4 * DEPTH * 4 + depth * 4 + i % 4) * V;
+      if (PASSING) store_four_passing(to, share.m[i]);
+      else store_four(to, share.m[i]);
+    }
+  }
+
+  if (CLUSTER > 1) cluster_wait();  // all of them have read, and their shared memory exists
+  u16* const raw_to = a.raw_to + slot * (HISTORY + KEPT) * CHANNELS;
+  for (int i = tid; i < (HISTORY + ROWS) * PIECES; i += THREADS) {
+    const int row = i / PIECES, piece = i % PIECES;
+    const bool mine = JOINED ? piece % CLUSTER == rank : head % GROUP == 0 && piece % PARTS == part;
+    if (piece >= KEY_PIECES || mine)
+      store_words(raw_to + row * CHANNELS + channel_of(piece, key_head, column),
+                  load_shared(STAGE + shared_address(shared) + (i + (row < HISTORY ? accepted : KEPT) * PIECES) * 16));
+  }
+  if (part == 0 && tid < 2 * ROWS) {
+    const int row = tid / 2, at = tid % 2 * HEADS + head;
+    a.gates_to[(slot * KEPT + row) * 2 * HEADS + at] =
+        load_half(projected + row * a.projected_stride + CHANNELS + HEADS * V + at);
+  }
+
+#pragma unroll 1
+  for (int i = 0; i < ROWS; i++) {
+    const int t = accepted + i;
+    share.advance(key + t * K, value + t * WIDTH + own, decay[t], beta[t], depth);
+    float o[4], sum[1] = {0};
+    share.read(o, query + i * K, depth);
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+      o[c] = rounded(o[c]);
+      sum[0] = times_plus(o[c], o[c], sum[0]);
+    }
+#pragma unroll
+    for (int mask = 1; mask < LANES; mask *= 2) add_across(sum, mask);
+    if (depth == 0) *(Four*)(mixed + i * WIDTH + own) = Four{o[0], o[1], o[2], o[3]};
+    const int place = i * HEAD_WARPS + part * WARPS + warp;
+    if (PARTS == 1) {
+      if (lane == 0) squares[place] = sum[0];
+    } else if (lane < PARTS) {
+      // a lane for every block of this head, this one included
+      store_peer(SQUARES + shared_address(shared) + place * 4, rank - part + lane, sum[0]);
+    }
+  }
+  if (PARTS > 1) {
+    cluster_arrive();
+    cluster_wait();
+  } else {
+    __syncthreads();
+  }
+  for (int i = tid; i < ROWS * (WIDTH / 4); i += THREADS) {
+    const int row = i / (WIDTH / 4);
+    float sum = 0;
+#pragma unroll
+    for (int j = 0; j < HEAD_WARPS; j++) sum = plus(sum, squares[row * HEAD_WARPS + j]);
+    const float scale = over(1.0f, root(plus(over(sum, (float)V), a.eps)));
+    const u32* z = (const u32*)(shared + GATE + (row * WIDTH + last) * 2);
+    u16 y[4];
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+      const float gate = c % 2 ? high_half(z[c / 2]) : low_half(z[c / 2]);
+      const float act = SILU ? swish(gate) : logistic(gate);
+      y[c] = to_bf16(times(rounded(times(norm[c], rounded(times(mixed[row * WIDTH + last + c], scale)))), act));
+    }
+    u32* to = (u32*)(a.out + ((long long)b * ROWS + row) * HEADS * V + column + last);
+    to[0] = y[0] | (u32)y[1] << 16;
+    to[1] = y[2] | (u32)y[3] << 16;
+  }
+}

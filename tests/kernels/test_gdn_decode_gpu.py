@@ -1,0 +1,131 @@
+"""The delta net's decode kernel: which plans can be built, its cubins without a GPU, its results on one."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from stepfloor.kernels._jit import compile_cuda, missing_for_cuda
+from stepfloor.kernels.gdn_decode import (
+    MOST_SHARED,
+    DeltaPlan,
+    choose_plan,
+    gdn_decode,
+    gdn_decode_inputs,
+    gdn_decode_reference,
+)
+from tests.kernels.compare import assert_rounded_alike, assert_same, assert_within, copied
+
+MODEL = DeltaPlan(16, 48, 128, 128, rows=4, kept=4, silu=False)
+SIZES = (16, 48, 128, 128)
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+NO_NVRTC = missing_for_cuda()
+
+
+def test_plans_of_the_model() -> None:
+    """They can be built, leave room for the next kernel, and have one number of columns: it decides the bits."""
+    for rows in range(1, 9):
+        chosen = {choose_plan(replace(MODEL, rows=rows, kept=8), b) for b in (1, 2, 4, 8, 16)}
+        assert all(p.fits() and p.shared_bytes <= MOST_SHARED // 2 for p in chosen)
+        assert {p.cols for p in chosen} == {MODEL.cols}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"key_dim": 96}, {"value_dim": 40}, {"heads": 40}, {"rows": 17, "kept": 17}, {"parts": 16}],
+    ids=str,
+)
+def test_sizes_that_have_no_kernel(change: dict[str, int]) -> None:
+    assert not replace(MODEL, **change).fits()
+
+
+@pytest.mark.skipif(NO_NVRTC is not None, reason=NO_NVRTC or "")
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
+def test_compiles(arch: str, tmp_path: Path) -> None:
+    for plan in (MODEL, replace(MODEL, rows=8, kept=8, silu=True, parts=1), replace(MODEL, cols=16, parts=4)):
+        assert compile_cuda("gdn_decode.cu", plan.macros(), arch, tmp_path).startswith(b"\x7fELF")
+
+
+def settled(inputs: dict[str, Any]) -> Tensor:
+    """The operator alone on the device: nothing else is on its way."""
+    torch.cuda.synchronize()
+    output = gdn_decode(**inputs)
+    torch.cuda.synchronize()
+    return output
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize("activation", ["sigmoid", "silu"])
+@pytest.mark.parametrize("sequences", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("rows", range(1, 9))
+def test_against_the_reference(rows: int, sequences: int, activation: str) -> None:
+    inputs: dict[str, Any] = gdn_decode_inputs(sequences, rows, *SIZES, torch.bfloat16, "cuda")
+    inputs["activation"] = activation
+    wanted, ours = copied(inputs), copied(inputs)
+    reference, output = gdn_decode_reference(**wanted), settled(ours)
+    assert_same(ours["raw_rows"], wanted["raw_rows"])
+    assert_same(ours["gate_rows"], wanted["gate_rows"])
+    largest = float(wanted["state"].abs().max())
+    # two orders of float32 sums, and three operands that may fall on the other side of a bf16 boundary
+    assert_within(ours["state"], wanted["state"], (4 * rows * 264 * 2.0**-24 + 3 * 2.0**-7) * largest)
+    reach = reference.double().unflatten(-1, (48, -1)).abs().amax(-1, keepdim=True).expand(-1, -1, -1, 128).flatten(2)
+    # the same, and four roundings to bf16 that may each fall a step aside
+    assert_within(output, reference, 7 * 2.0**-7 * reach)
+    assert_rounded_alike(output, reference)
+    last = {name: inputs[name][-1:].contiguous() for name in ("projected", "slots", "pending")}
+    assert_same(settled(copied(inputs) | last), output[-1:])
+
+
+@pytest.mark.gpu
+@GPU
+def test_replay_equals_plain_decoding() -> None:
+    """Windows of 4 with rejected tails beside one row at a time: speculation must not change a text."""
+    draw, width = random.Random(0), 4
+    inputs: dict[str, Any] = gdn_decode_inputs(1, width, *SIZES, torch.bfloat16, "cuda")
+    inputs["pending"].zero_()
+    plain = copied(inputs)
+    text = torch.randn(1, 200, inputs["projected"].shape[2], device="cuda").to(torch.bfloat16)
+    wanted = []
+    for t in range(200):
+        wanted.append(settled(plain | {"projected": text[:, t : t + 1].contiguous()}))
+        plain["pending"].fill_(1)
+    at = 0
+    while at + width <= 200:
+        good = draw.randint(1, width)
+        window = torch.randn_like(inputs["projected"])
+        window[:, :good] = text[:, at : at + good]
+        output = settled(inputs | {"projected": window})
+        assert_same(output[:, :good], torch.cat(wanted[at : at + good], 1))
+        inputs["pending"].fill_(good)
+        at += good
+
+
+@pytest.mark.gpu
+@GPU
+def test_graph_replay_equals_eager() -> None:
+    """Slots and accepted counts are read on the device, when the graph runs."""
+    inputs: dict[str, Any] = gdn_decode_inputs(4, 4, *SIZES, torch.bfloat16, "cuda")
+    other = copied(inputs)
+    other["slots"], other["pending"] = inputs["slots"].flip(0), torch.tensor([4, 0, 1, 2], device="cuda")
+    held = copied(inputs)
+    settled(copied(inputs))  # loads the kernel
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = gdn_decode(**held)
+    for values in (inputs, other):
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                held[name].copy_(value)
+        output.fill_(torch.nan)
+        torch.cuda.synchronize()
+        graph.replay()
+        torch.cuda.synchronize()
+        expected = copied(values)
+        assert_same(output, settled(expected))
+        for name in ("state", "raw_rows", "gate_rows"):
+            assert_same(held[name], expected[name])

@@ -1,0 +1,136 @@
+"""`gdn_decode.cu` itself, run on the CPU: a C++ compiler builds it against `host/delta.cuh`, a thread for every lane.
+
+Guards against wrong addresses, alignment, sizes of shared memory, lanes that meet the wrong rows of the state, and sums
+whose order depends on the batch, the rows or the blocks of a head. Races it does not show.
+"""
+
+import ctypes
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from stepfloor.kernels import gdn_decode as module
+from stepfloor.kernels.gdn_decode import DeltaPlan, gdn_decode_inputs, gdn_decode_reference, pack_arguments
+from tests.kernels.compare import assert_rounded_alike, assert_same, assert_within, copied
+from tests.kernels.delta_net import rule_bound
+
+HOST = Path(__file__).parent / "host"
+COMPILER = shutil.which("g++")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to build the kernel for the host")
+
+ENTRY = """
+extern "C" int run(const Arguments* a, const u64* ranges, int count, int sequences, u64 shared_bytes) {
+  readable.clear();
+  for (int i = 0; i < count; i++) readable.push_back({(const u8*)ranges[2 * i], ranges[2 * i + 1]});
+  return run_grid(sequences * BLOCKS, CLUSTER, THREADS, shared_bytes, [=] { gdn_decode_kernel(*a); });
+}
+"""
+# two value heads a key head, fewer rows than can be pending
+WIDE = DeltaPlan(1, 2, 64, 16, 2, 3, False, cols=8, parts=1, early=0)
+NARROW = DeltaPlan(2, 2, 32, 32, 3, 3, True, cols=16, parts=2, early=1)
+CASES = {
+    "a block a head": [WIDE, replace(WIDE, parts=2, early=2), replace(WIDE, parts=2, joined=False)],
+    "16 columns a warp": [NARROW, replace(NARROW, parts=1, early=2)],
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kernel_on_the_host(case: str, tmp_path: Path) -> None:
+    """Close to the reference; the same bits from every plan, for each sequence alone, and for fewer rows."""
+    plans = CASES[case]
+    plan = plans[0]
+    inputs = inputs_for(plan, 2)
+    wanted = copied(inputs)
+    reference = gdn_decode_reference(**wanted)
+    first: dict[str, Any] = {}
+    for candidate in plans:
+        library = build(candidate, tmp_path)
+        ours = copied(inputs)
+        output = run(library, candidate, ours)
+        compare(output, ours, reference, wanted, plan)
+        if first:
+            assert_same(output, first["output"])
+            assert_same(ours["state"], first["state"])
+        first = ours | {"output": output}
+        alone = copied(inputs)
+        for name in ("projected", "slots", "pending"):
+            alone[name] = inputs[name][1:]
+        assert_same(run(library, candidate, alone)[0], output[1])
+        assert_same(alone["state"][2], ours["state"][2])
+    shorter = replace(plan, rows=1)
+    few = copied(inputs) | {"projected": inputs["projected"][:, :1].contiguous()}
+    assert_same(run(build(shorter, tmp_path), shorter, few), first["output"][:, :1])
+    # what those rows left behind, replayed: the state of plain decoding
+    again = copied(few) | {"pending": torch.ones_like(inputs["pending"])}
+    again["projected"] = inputs["projected"][:, 1:2].contiguous()
+    assert_same(run(build(shorter, tmp_path), shorter, again), first["output"][:, 1:2])
+
+
+def inputs_for(plan: DeltaPlan, sequences: int) -> dict[str, Any]:
+    """Both ends of what can be pending, slots not in order, NaN where no row has been kept."""
+    shape = (plan.key_heads, plan.heads, plan.key_dim, plan.value_dim)
+    inputs: dict[str, Any] = gdn_decode_inputs(sequences, plan.kept, *shape, torch.bfloat16, "cpu")
+    inputs["projected"] = inputs["projected"][:, : plan.rows].contiguous()
+    inputs["activation"] = "silu" if plan.silu else "sigmoid"
+    inputs["pending"] = torch.tensor([0, plan.rows])
+    inputs["slots"] = torch.tensor([1, 2])
+    inputs["raw_rows"][1, 3:] = inputs["raw_rows"][2, 3 + plan.rows :] = torch.nan
+    inputs["gate_rows"][1] = inputs["gate_rows"][2, plan.rows :] = torch.nan
+    return inputs
+
+
+def compare(output: Tensor, ours: dict[str, Any], reference: Tensor, wanted: dict[str, Any], plan: DeltaPlan) -> None:
+    """Rows and kept rows bit for bit; states and outputs within the rule's rounding and a step of bf16."""
+    assert torch.equal(ours["raw_rows"].view(torch.int16), wanted["raw_rows"].view(torch.int16))
+    assert torch.equal(ours["gate_rows"].view(torch.int16), wanted["gate_rows"].view(torch.int16))
+    rows = plan.rows + plan.kept
+    # the exponentials of two libraries may put a value, a key or a query on the other side of a bf16 boundary
+    moved = 3 * 2.0**-7
+    assert_within(ours["state"], wanted["state"], rule_bound(rows, plan.key_dim, 10.0) + moved)
+    assert ((ours["state"] - wanted["state"]).abs() > rule_bound(rows, plan.key_dim, 10.0)).float().mean() < 0.05
+    # four roundings to bf16, each a step aside, on top
+    assert_within(output, reference, (4 * 2.0**-7 + moved) * float(reference.abs().max()))
+    assert_rounded_alike(output, reference)
+
+
+def build(plan: DeltaPlan, directory: Path) -> ctypes.CDLL:
+    """The kernel of a plan as a shared library."""
+    text = Path(module.__file__).with_suffix(".cu").read_text(encoding="utf-8")
+    text = re.sub(r"extern __shared__ .*? shared\[\];", "u8* const shared = block_shared;", text) + ENTRY
+    name = f"{plan.cols}{plan.parts}{plan.joined}{plan.early}{plan.rows}"
+    source, target = directory / f"{name}.cpp", directory / f"{name}.so"
+    if not target.is_file():
+        source.write_text(text, encoding="utf-8")
+        macros = [f"-D{key}={value}" for key, value in plan.macros().items()]
+        options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", "-ffp-contract=off", "-I", str(HOST)]
+        subprocess.run([str(COMPILER), *options, *macros, "-o", str(target), str(source)], check=True)
+    return ctypes.CDLL(str(target))
+
+
+def run(library: ctypes.CDLL, plan: DeltaPlan, inputs: dict[str, Any]) -> Tensor:
+    """The kernel's output; rows go to copies where the plan cannot write in place, and come back."""
+    assert plan.fits()
+    sequences, rows, columns = inputs["projected"].shape
+    # rows begin at multiples of 16 bytes, as the model's do
+    held = torch.full((sequences, rows, -(-columns // 8) * 8), torch.nan, dtype=torch.bfloat16)
+    held[..., :columns] = inputs["projected"]
+    others = [value for name, value in inputs.items() if isinstance(value, Tensor) and name != "projected"]
+    operands = [held, *others]
+    out = torch.full((sequences, plan.rows, plan.heads * plan.value_dim), torch.nan, dtype=torch.bfloat16)
+    kept = [inputs["raw_rows"], inputs["gate_rows"]]
+    to = kept if plan.joined else [tensor.clone() for tensor in kept]
+    arguments = ctypes.create_string_buffer(pack_arguments(*operands, out, *to, inputs["eps"]))
+    ranges = [(t.data_ptr(), t.numel() * t.element_size()) for t in (*operands, *to)]
+    flat = (ctypes.c_uint64 * (2 * len(ranges)))(*[number for pair in ranges for number in pair])
+    library.run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_uint64]
+    assert library.run(arguments, flat, len(ranges), sequences, plan.shared_bytes) == 0
+    for tensor, written in zip(kept, to, strict=True):
+        tensor.copy_(written)
+    return out
