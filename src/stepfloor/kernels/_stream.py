@@ -17,6 +17,9 @@ SHARED_LIMIT = 227 * 1024
 SHARED_LIMIT_OF_TWO = 113 * 1024
 
 
+ROW_CAPACITIES = (1, 2, 4, 8, 16)  # rows for which kernels that stage their input are compiled
+
+
 @dataclass(frozen=True, slots=True)
 class StreamPlan:
     """How one matrix [N, K] is cut. See the macros of `linear.cu`, which have these names.
@@ -107,3 +110,8 @@ def unpack_tape(tape: Tensor, plan: StreamPlan) -> Tensor:
 def largest_divisor(value: int, limit: int) -> int:
     """The largest divisor of value that is at most limit."""
     return next(d for d in range(min(value, limit), 0, -1) if value % d == 0)
+
+
+def row_capacity(rows: int) -> int:
+    """The smallest kernel for this many rows; beyond the largest, rows go in turns."""
+    return next((c for c in ROW_CAPACITIES if c >= rows), ROW_CAPACITIES[-1])
