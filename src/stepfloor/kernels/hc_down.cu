@@ -137,8 +137,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) hc_down_kernel(con
     const float sum = warp_sum(square_sum(r[i]));
     if (unit < units) {
       if (lane == 0) squares[unit] = sum;
-      if (WRITE && unit % GROUPS == group)  // the clusters share the writing
-        *(Words*)(a.new_residual + (long long)row * (STREAMS * D) + first_column + column) = r[i];
       if (!NORM_FIRST)
         store_shared(base + X_AT + row * X_PITCH + column * 2, normalise(r[i], 1.f, base + SCALE_AT + column * 4));
     }
@@ -168,9 +166,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) hc_down_kernel(con
       const int unit = warp + WARPS * i, row = unit / STEPS, column = unit % STEPS * 256 + lane * 8;
       const float factor = from_lane(mine, min(row, X_ROWS - 1));
       if (unit >= units) continue;
-      const Words n = normalise(r[i], factor, base + SCALE_AT + column * 4);
-      store_shared(base + X_AT + row * X_PITCH + column * 2, n);
-      if (unit % GROUPS == group) *(Words*)(a.normed + (long long)row * (STREAMS * D) + first_column + column) = n;
+      store_shared(base + X_AT + row * X_PITCH + column * 2, normalise(r[i], factor, base + SCALE_AT + column * 4));
     }
     __syncthreads();
   } else if (warp == 0 && lane < a.rows) {
@@ -212,7 +208,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) hc_down_kernel(con
     for (int slice = 0; slice < WARPS; slice++) value += sums[(slice * X_ROWS + e / ROWS) * PITCH + e % ROWS];
     partial[e] = value;
   }
-  cluster_sync();
+  cluster_arrive();
+  // ---- the clusters share the writing of R and n
+#pragma unroll
+  for (int i = 0; i < ROUNDS; i++) {
+    const int unit = warp + WARPS * i, row = unit / STEPS, column = unit % STEPS * 256 + lane * 8;
+    if (unit >= units || unit % GROUPS != group) continue;
+    const long long at = (long long)row * (STREAMS * D) + first_column + column;
+    if (WRITE) *(Words*)(a.new_residual + at) = r[i];
+    if (NORM_FIRST) *(Words*)(a.normed + at) = load_shared(base + X_AT + row * X_PITCH + column * 2);
+  }
+  cluster_wait();
 
   // ---- sums over the cluster, each block a share of them
   for (int e = rank * THREADS + threadIdx.x; e < a.rows * ROWS; e += SPLIT * THREADS) {
@@ -250,5 +256,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) hc_down_kernel(con
         *(Words*)(a.normed + (long long)row * (STREAMS * D) + first_column + column) = normalise(r[i], own, base + SCALE_AT + column * 4);
     }
   }
-  cluster_sync();  // a block that ends takes its shared memory with it
+  cluster_leave();
 }

@@ -189,7 +189,10 @@ inline float warp_sum(float value) {
   for (int distance = 16; distance > 0; distance /= 2) value += from_lane(value, threadIdx.x % 32 ^ distance);
   return value;
 }
-inline void cluster_sync() { cluster_barrier->arrive_and_wait(); }
+inline void cluster_arrive() {}
+inline void cluster_wait() { cluster_barrier->arrive_and_wait(); }
+inline void cluster_sync() { cluster_wait(); }
+inline void cluster_leave() { cluster_wait(); }
 inline float load_peer(u32 address, u32 rank) {
   check_shared(address, 4);
   return *(float*)((*cluster)[rank]->shared() + address);

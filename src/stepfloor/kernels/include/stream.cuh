@@ -155,9 +155,19 @@ DEVICE float from_lane(float value, int lane) { return __shfl_sync(~0u, value, l
 
 // ------------------------------------------------------------------ cluster
 
+// What a block wrote before it arrives is there for the others after their wait. Work between the two overlaps the barrier;
+// stores to global memory belong there, since arriving waits for those before it.
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 DEVICE void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  cluster_arrive();
+  cluster_wait();
+}
+
+// The last barrier: a block that ends takes its shared memory with it. Orders nothing.
+DEVICE void cluster_leave() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  cluster_wait();
 }
 
 // A float of another block of the cluster, at the address it has in this one.
