@@ -112,6 +112,11 @@ def largest_divisor(value: int, limit: int) -> int:
     return next(d for d in range(min(value, limit), 0, -1) if value % d == 0)
 
 
+def readable(t: Tensor) -> Tensor:
+    """t itself where a kernel can read it 16 bytes at a time from its start, else a copy."""
+    return t.contiguous() if t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.contiguous_format)
+
+
 def row_capacity(rows: int) -> int:
     """The smallest kernel for this many rows; beyond the largest, rows go in turns."""
     return next((c for c in ROW_CAPACITIES if c >= rows), ROW_CAPACITIES[-1])

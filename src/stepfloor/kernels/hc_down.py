@@ -33,6 +33,7 @@ from stepfloor.kernels._stream import (
     WARPS,
     StreamPlan,
     pack_tape,
+    readable,
     row_capacity,
     unpack_tape,
 )
@@ -203,14 +204,14 @@ def stream_down(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Queue the kernel on rows [T, S * D] bf16 of the weight's device."""
     plan = down.plan
-    residual = residual.contiguous()
+    residual = readable(residual)
     count = residual.shape[0]
     write = y is not None and y_weights is not None
     written = torch.empty_like(residual) if write else residual
     normed = torch.empty_like(residual)
     low = residual.new_empty((count, plan.rank))
     weights = residual.new_empty((count, plan.n - plan.rank))
-    inputs = (residual, None if y is None else y.contiguous(), None if y_weights is None else y_weights.contiguous())
+    inputs = (residual, None if y is None else readable(y), None if y_weights is None else readable(y_weights))
     queue_down(down, norm_scale, inputs, (written, normed, low, weights), eps)
     return written, normed, low, weights
 

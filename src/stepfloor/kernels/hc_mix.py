@@ -29,6 +29,7 @@ from stepfloor.kernels._stream import (
     WARPS,
     StreamPlan,
     pack_tape,
+    readable,
     row_capacity,
     unpack_tape,
 )
@@ -177,7 +178,7 @@ def unpack_mix(tape: Tensor, plan: MixPlan) -> Tensor:
 def stream_mix(low: Tensor, normed: Tensor, up: StreamedMix) -> Tensor:
     """Queue the kernel on rows [T, rank] and [T, S * D], bf16, of the weight's device."""
     out = low.new_empty((low.shape[0], up.plan.d))
-    queue_mix(up, low.contiguous(), normed.contiguous(), out)
+    queue_mix(up, readable(low), readable(normed), out)
     return out
 
 
