@@ -93,6 +93,7 @@ def train(
     optimizer = Optimizer(master, arguments.rate, arguments.decay)
     plain = Network(config, device)
     net = _compiled(plain, weights, batches.next().to(device), arguments.dropout) if arguments.compile else plain
+    clock.begin()
     held = [tokenizer.encode(d.text) for d in corpus.documents if d.held_out]
     marks = [0.1, 0.25, 0.5, 0.75]
     seen, since, logged = 0, time.monotonic(), 0
@@ -132,6 +133,10 @@ class _Clock:
     def __init__(self, started: float, seconds: float, max_steps: int | None) -> None:
         self.steps = 0
         self._started, self._end, self._max_steps = started, started + seconds, max_steps
+        self._begun = time.monotonic()
+
+    def begin(self) -> None:
+        """Training starts now: what came before is paid for, but is no progress."""
         self._begun = time.monotonic()
 
     def step(self) -> None:

@@ -2,7 +2,7 @@
 
 import secrets
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -67,10 +67,17 @@ class Counters:
 class Engine:
     """One model on one device, and the requests it serves."""
 
-    def __init__(self, checkpoint: Checkpoint, config: EngineConfig, tokenizer: Tokenizer | None = None) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: EngineConfig,
+        tokenizer: Tokenizer | None = None,
+        on_layer: Callable[[int, int], None] | None = None,
+    ) -> None:
         """Load the weights and allocate the cache.
 
         tokenizer  None for a checkpoint without one: requests then carry ids, and pieces carry no text
+        on_layer   called as (layers loaded, layers in all), for a progress bar
         Raises UserError for a configuration that this model cannot serve.
         """
         model_config = checkpoint.config
@@ -80,7 +87,9 @@ class Engine:
         self.tokenizer = tokenizer
         if config.device == "cpu" and is_small(checkpoint):
             torch.set_num_threads(1)
-        model = load_model(checkpoint, positions_needed(config), config.device, drafter=config.spec_tokens > 0)
+        model = load_model(
+            checkpoint, positions_needed(config), config.device, on_layer, drafter=config.spec_tokens > 0
+        )
         sampler = Sampler(self.vocab_size, config.max_num_seqs, config.spec_tokens, config.acceptance, config.device)
         self.step = Step(model, sampler, config)
         self.scheduler = Scheduler(

@@ -232,6 +232,17 @@ def test_chunk_form_can_be_differentiated() -> None:
     assert torch.autograd.gradcheck(lambda *t: chunked_delta_rule(*t), (*parts, state.requires_grad_()))
 
 
+def test_gradients_of_strong_decays_are_finite() -> None:
+    """exp of a positive difference above the diagonal overflows; masked afterwards, its gradient is NaN."""
+    rows, state = random_rows(80, 2, 3, 2, 200.0, torch.float32)
+    parts = [getattr(rows, name).transpose(0, 1).contiguous().requires_grad_() for name in DeltaRows.__slots__]
+    output, after = chunked_delta_rule(*parts, state)
+    (output.sum() + after.sum()).backward()
+    for part in parts:
+        assert part.grad is not None
+        assert bool(torch.isfinite(part.grad).all())
+
+
 @pytest.mark.parametrize("shape", [(3, 30), (1, 3, 56)])
 def test_disagreeing_shapes_are_refused(shape: tuple[int, ...]) -> None:
     inputs: dict[str, Any] = gdn_prefill_inputs(3, 2, 4, 3, 5, torch.float32, "cpu")

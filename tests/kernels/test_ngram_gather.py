@@ -39,13 +39,14 @@ def test_every_format_is_its_decoded_table(name: str, dtype: torch.dtype) -> Non
 
 
 def test_code_times_scale_is_rounded_once() -> None:
-    """Rounding code and scale product in bf16 steps, or the scale before the product, loses bits: 1.125 * 1.0078."""
-    code = torch.tensor([[1.125, 1.25]]).to(torch.float8_e4m3fn)
-    scale = torch.tensor([1.0078125])
+    """A float32 scale rounded to bf16 before the product, 1 + 2**-8 + 2**-12 to 1 + 2**-7, moves the row by a step."""
+    code = torch.tensor([[1.75, 1.25]]).to(torch.float8_e4m3fn)
+    scale = torch.tensor([1 + 2**-8 + 2**-12])
     table = PackedWeight("fp8_tensor", (1, 2), code, scale)
     rows = torch.zeros(1, 1, dtype=torch.int64)
-    assert ngram_gather(rows, (table,), torch.float32).tolist() == [[1.125 * 1.0078125, 1.25 * 1.0078125]]
-    assert_same(ngram_gather(rows, (table,), torch.bfloat16), (code.float() * scale).to(torch.bfloat16))
+    assert ngram_gather(rows, (table,), torch.float32).tolist() == [[1.75 * scale.item(), 1.25 * scale.item()]]
+    # 1.7573 lies between 1.75 and 1.7578125, 1.2551 between 1.25 and 1.2578125
+    assert ngram_gather(rows, (table,), torch.bfloat16).tolist() == [[1.7578125, 1.2578125]]
 
 
 def test_a_row_lies_where_its_shard_begins() -> None:

@@ -86,6 +86,18 @@ def test_tiled_products_rows_are_alone(n: int, k: int) -> None:
     assert_within(together.double(), exact, k * 2.0**-24 * (x.double().abs() @ w.double().abs().T))
 
 
+@pytest.mark.parametrize("columns", [1, 2, 3, 4, 5, 7, 8, 9, 16, 33, 100])
+@pytest.mark.parametrize("inner", [8, 20, 32, 48, 100, 160, 320])
+def test_a_row_has_the_same_bits_at_every_place_of_a_tile(columns: int, inner: int) -> None:
+    """MKL's products of 2 or 3 columns had not, and with three experts chunking showed in the text."""
+    w, base, row = randn(columns, inner, seed=1), randn(TILE_ROWS, inner), randn(inner, seed=2)
+    alone = tiled_product(row[None], w)[0]
+    for place in range(TILE_ROWS):
+        rows = base.clone()
+        rows[place] = row
+        assert_same(tiled_product(rows, w)[place], alone)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("width", "count"), [(5, 1), (13, 3), (128, 1), (515, 4)])
 def test_norm_is_the_sources(width: int, count: int, dtype: torch.dtype) -> None:

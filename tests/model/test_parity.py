@@ -316,7 +316,7 @@ def check_greedy(case: Case, new_tokens: int = 64) -> None:
                 assert gap <= room
 
 
-@pytest.mark.parametrize("seed", [1, 3, 4])  # seeds without a near-tie
+@pytest.mark.parametrize("seed", [4, 5, 9])  # without a near-tie
 def test_the_tiny_model_within_the_architectures_bound(tmp_path: Path, seed: int) -> None:
     # 15 blocks for a budget of 4; the end of text inside, doubled, and at an edge of a chunk
     oracle = Oracle(tmp_path, seed)

@@ -63,8 +63,8 @@ class Scheduler:
         self.joined = 0
 
     def has_work(self) -> bool:
-        """Whether a step should run."""
-        return bool(self.waiting or self.running)
+        """Whether a step should run, if only to tell it that a slot is free."""
+        return bool(self.waiting or self.running or self.left)
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises UserError if its prompt is empty or leaves no room for one token."""

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from stepfloor.config import EngineConfig
 from stepfloor.engine import Engine
 from stepfloor.errors import UserError
+from stepfloor.model.load import is_small
 from stepfloor.request import Request, SamplingParams
 from stepfloor.roofline.floor import Floor, checkpoint_step_bytes
 from stepfloor.step.bandwidth import read_bandwidth_gbps
@@ -58,7 +59,7 @@ class Report:
             return f"{self.tokens} tokens, too few decode steps to time"
         accepted = " ".join(f"{share:.2f}" for share in self.accepted_per_position) or "no drafts"
         return (
-            f"{self.tokens} tokens, {self.tokens_per_s:.1f} tokens/s, {self.ms_per_step:.2f} ms/step, "
+            f"{self.tokens} tokens, {self.tokens_per_s:#.3g} tokens/s, {self.ms_per_step:.2f} ms/step, "
             f"{self.delivered_per_step:.2f} delivered a step, accepted {accepted}, "
             f"{self.bytes_per_step / 1e6:.1f} MB a step, {100 * self.fraction_of_floor:.1f} % of the floor at "
             f"{self.bandwidth_gbps:.1f} GB/s"
@@ -77,7 +78,7 @@ def generate(
     """Print the continuation as it is generated, then the report. Raises UserError for what cannot run."""
     tokenizer = _tokenizer(checkpoint, prompt)
     token_ids = _token_ids(prompt, tokenizer)
-    engine = Engine(checkpoint, config, tokenizer)
+    engine = _load(checkpoint, config, tokenizer)
     stops = () if ignore_eos else checkpoint.stop_token_ids
     engine.submit(Request("generate", token_ids, sampling, max_tokens, stops))
     report = _run(engine, checkpoint, len(token_ids))
@@ -85,6 +86,21 @@ def generate(
         print(json.dumps(asdict(report), ensure_ascii=False))
     else:
         print(report.line(), file=sys.stderr)  # standard output holds the text alone, so that it can be piped
+
+
+def _load(checkpoint: Checkpoint, config: EngineConfig, tokenizer: Tokenizer | None) -> Engine:
+    if is_small(checkpoint):
+        return Engine(checkpoint, config, tokenizer)  # a tenth of a second; the bar would take longer to import
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("loading layers", total=checkpoint.config.num_hidden_layers)
+
+        def on_layer(done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total)
+
+        return Engine(checkpoint, config, tokenizer, on_layer)
 
 
 def _run(engine: Engine, checkpoint: Checkpoint, prompt_tokens: int) -> Report:
