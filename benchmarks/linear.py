@@ -29,17 +29,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stepfloor.kernels._jit import compile_cuda, device_arch
+from stepfloor.kernels._stream import SHARED_LIMIT, StreamPlan, pack_tape
 from stepfloor.kernels.linear import (
     MAX_ROWS,
-    SHARED_LIMIT,
     StreamedWeight,
-    StreamPlan,
     Variant,
     choose_variant,
     kernel_macros,
     launch_for,
     pack_arguments,
-    pack_tape,
     panel_stage_steps,
     plan_stream,
     shared_bytes,
@@ -85,7 +83,7 @@ def main() -> int:
         return check_family(options.check, options.cache_dir, device)
     faulthandler.dump_traceback_later(options.limit_s, exit=True)
     begin = time.perf_counter()
-    say(describe(device))
+    say(describe(device, options.commit))
     shapes = {name: SHAPES[name] for name in options.shapes}
     compile_all(shapes, options, device)
     say(f"[{time.perf_counter() - begin:5.1f} s] kernels compiled")
@@ -100,7 +98,12 @@ def main() -> int:
     best = best_plans(table)
     chain = time_chain(best, passed, options, device) if options.chain else {}
     report(table, best)
-    line = {"gpu": torch.cuda.get_device_name(device), "torch": torch.__version__, "read_bytes_per_s": reads}
+    line = {
+        "gpu": torch.cuda.get_device_name(device),
+        "commit": options.commit or current_commit(),
+        "torch": torch.__version__,
+        "read_bytes_per_s": reads,
+    }
     line |= {"passed": sorted(passed), "failed": sorted(set(FAMILIES) - passed), "best": best, "chain": chain}
     if options.json is not None:
         options.json.write_text(json.dumps(line | {"rows": table}, indent=1))
@@ -118,20 +121,29 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--bandwidth", type=float, default=4.65e12)
     parser.add_argument("--cache-dir", type=Path, default=Path(tempfile.gettempdir()) / "stepfloor-kernels")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--commit", help="what was checked out, where git cannot say")
     parser.add_argument("--no-chain", dest="chain", action="store_false")
     parser.add_argument("--limit-s", type=int, default=240, help="give up with a traceback after this long")
     parser.add_argument("--check", choices=FAMILIES, help="check one family only, here")
     return parser.parse_args()
 
 
-def describe(device: torch.device) -> str:
+def describe(device: torch.device, commit: str | None) -> str:
     """What the numbers belong to."""
     p = torch.cuda.get_device_properties(device)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return (
         f"{p.name}, {p.multi_processor_count} multiprocessors, torch {torch.__version__}, CUDA {torch.version.cuda}, "
-        f"commit {commit.stdout.strip() or 'unknown'}"
+        f"commit {commit or current_commit()}"
     )
+
+
+def current_commit() -> str:
+    """The checkout's commit, or `unknown` where there is no git or no repository."""
+    try:
+        asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    except OSError:
+        return "unknown"
+    return asked.stdout.strip() or "unknown"
 
 
 # ---------------------------------------------------------------------- what is compared
@@ -143,10 +155,10 @@ def plans(n: int, k: int, device: torch.device) -> dict[str, StreamPlan]:
     base = plan_stream(n, k, count)
     found = {"default": base}
     if base.passes > 1:
-        found["3 slots"] = replace(base, slots=3)
+        found["2 slots"] = replace(base, slots=2)
         found["16 rows"] = replace(base, pass_rows=16, slots=2)
     elif k == 6144:
-        for chunk_steps, slots in ((3, 3), (2, 4), (6, 2), (4, 3), (12, 1)):
+        for chunk_steps, slots in ((4, 2), (3, 3), (2, 4), (6, 2), (12, 1)):
             found[f"chunk {chunk_steps} x {slots}"] = replace(base, chunk_steps=chunk_steps, slots=slots)
         found["split 2"] = plan_stream(n, k, count, split=2)
     elif k == 10240:
@@ -154,7 +166,7 @@ def plans(n: int, k: int, device: torch.device) -> dict[str, StreamPlan]:
     elif (n, k) in ((1280, 2560), (1808, 2560)):
         found["split 2"] = plan_stream(n, k, count, split=2)
         found["chunk 5"] = replace(base, chunk_steps=5, slots=2)
-    return found
+    return {name: plan for name, plan in found.items() if name == "default" or plan != base}
 
 
 def candidates(n: int, k: int, rows: int, device: torch.device) -> list[Candidate]:
@@ -201,7 +213,7 @@ def checked_plans(family: str, device: torch.device) -> list[tuple[StreamPlan, l
     if family == "cluster":
         return [(p, [short, tall]) for p in every if p.split > 1]
     if family == "panel":
-        panels = [p for p in [*every, plan_stream(16483, 2560, count)] if panel_stage_steps(p) and p.slots == 2]
+        panels = [p for p in [*every, plan_stream(16483, 2560, count)] if panel_stage_steps(p) and p.slots == 3]
         return [
             (
                 p,
@@ -213,7 +225,7 @@ def checked_plans(family: str, device: torch.device) -> list[tuple[StreamPlan, l
             for p in panels
         ]
     wide = [*single, plan_stream(336, 10240, count)]
-    return [(p, [tall, *(Variant(tiles, True) for tiles in (2, 4, 5))]) for p in wide if p.slots <= 2]
+    return [(p, [tall, *(Variant(tiles, True) for tiles in (2, 4, 5))]) for p in dict.fromkeys(wide)]
 
 
 def compile_all(shapes: dict[str, tuple[int, int]], options: argparse.Namespace, device: torch.device) -> None:

@@ -9,22 +9,18 @@ from torch import Tensor
 
 from stepfloor.formats.codec import quantize
 from stepfloor.kernels._jit import compile_cuda, missing_for_cuda
+from stepfloor.kernels._stream import SHARED_LIMIT, WARPS, StreamPlan, pack_tape, unpack_tape
 from stepfloor.kernels.linear import (
-    SHARED_LIMIT,
-    WARPS,
     StreamedWeight,
-    StreamPlan,
     Variant,
     choose_variant,
     kernel_macros,
     linear,
     linear_inputs,
     linear_repack,
-    pack_tape,
     panel_stage_steps,
     plan_stream,
     shared_bytes,
-    unpack_tape,
 )
 
 # the model's own products, then shapes with odd rows, padded columns and several passes over many columns

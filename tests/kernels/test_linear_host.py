@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from stepfloor.kernels import linear as linear_module
+from stepfloor.kernels._stream import StreamPlan, pack_tape
 from stepfloor.kernels.linear import (
-    StreamPlan,
     Variant,
     kernel_macros,
     pack_arguments,
-    pack_tape,
     plan_stream,
     shared_bytes,
 )

@@ -7,15 +7,91 @@
 
 Source: transformers 5.24, Qwen4ExpTextGatedResidual.forward and the write in Qwen4ExpTextDecoderLayer.forward.
 The source rounds every step to the model's dtype; so does the reference.
+
+On a GPU the bf16 matrix is repacked once, at load (`hc_down_repack`), and one kernel, `hc_down.cu`, does all of it.
+Its sums depend on the shape alone, never on the number of rows. It rounds where the source does; its n and its sums
+come in another order, so it may differ from the reference by one bf16 step of n and what that moves in the product.
 """
 
+import logging
+import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from stepfloor.formats.codec import PackedWeight, quantize
+from stepfloor.kernels._jit import Launch, compile_cuda, default_cache_dir, device_arch, missing_for_cuda
+from stepfloor.kernels._stream import (
+    ROW_CAPACITIES,
+    SHARED_LIMIT_OF_TWO,
+    STEP_BYTES,
+    WARPS,
+    StreamPlan,
+    pack_tape,
+    readable,
+    row_capacity,
+    unpack_tape,
+)
 from stepfloor.kernels._torch import product, rms_norm, sigmoid, silu
+
+logger = logging.getLogger(__name__)
+
+MAX_ROWS = 64  # more rows are prefill: the library multiplies
+UNIT_COLUMNS = 256  # a warp reads 8 columns a lane at a time
+
+
+@dataclass(frozen=True, slots=True)
+class DownPlan:
+    """How the matrix [N, S * D] is cut, and which form of `hc_down.cu` reads it; its macros have these names.
+
+    parts       blocks of a cluster for each stream
+    rows        weight rows of a cluster
+    norm_first  whether n is rounded before the product, as in the source, or 1 / rms applied to the sums after it
+    """
+
+    n: int
+    rank: int
+    streams: int
+    d: int
+    parts: int
+    rows: int
+    norm_first: bool = True
+
+    @property
+    def stream(self) -> StreamPlan:
+        """The layout of the weights."""
+        columns = self.d // self.parts
+        steps = columns // UNIT_COLUMNS
+        split = self.streams * self.parts
+        return StreamPlan(self.n, self.streams * self.d, split, WARPS, 1, self.rows, self.rows, steps, steps, 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StreamedDown:
+    """The down and inject rows in the order `hc_down.cu` reads them. Make it with `hc_down_repack`."""
+
+    plan: DownPlan
+    tape: Tensor
+    cache_dir: Path
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Logical (N, K)."""
+        return self.plan.n, self.plan.streams * self.plan.d
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the device."""
+        return self.tape.numel()
+
+    def unpack(self) -> PackedWeight:
+        """The rows as they were stored, copied."""
+        return PackedWeight("bf16", self.shape, unpack_tape(self.tape, self.plan.stream))
 
 
 def hc_down_reference(
@@ -43,7 +119,7 @@ def hc_down(
     y: Tensor | None,
     y_weights: Tensor | None,
     norm_scale: Tensor,
-    down: Sequence[PackedWeight],
+    down: Sequence[PackedWeight | StreamedDown],
     rank: int,
     streams: int,
     eps: float,
@@ -54,7 +130,8 @@ def hc_down(
     y           [T, D] output of the sub-layer before, or None when nothing waits to be written
     y_weights   [T, S] its write weights, None together with y
     norm_scale  [S * D] float32, 1 already added
-    down        matrices [rank (+ S), S * D]: the down rows, then the inject rows (a mixer has none)
+    down        matrices [rank (+ S), S * D]: the down rows, then the inject rows (a mixer has none); or all of them
+                repacked, on the device of residual
     Returns residual [T, S * D], normed [T, S * D], low [T, rank], next write weights [T, S] or [T, 0].
     Raises ValueError if the shapes disagree.
     """
@@ -74,7 +151,190 @@ def hc_down(
             f"{tuple(residual.shape)}, y {written[0]}, weights {written[1]}, norm_scale {tuple(norm_scale.shape)}, "
             f"down {[w.shape for w in down]}"
         )
-    return hc_down_reference(residual, y, y_weights, norm_scale, down, rank, streams, eps)
+    if len(down) == 1 and isinstance(down[0], StreamedDown) and residual.is_cuda and residual.dtype == torch.bfloat16:
+        if 0 < count <= MAX_ROWS:
+            return stream_down(residual, y, y_weights, norm_scale, down[0], eps)
+        return _with_library(residual, y, y_weights, norm_scale, down[0], eps)
+    plain = [w.unpack() if isinstance(w, StreamedDown) else w for w in down]
+    return hc_down_reference(residual, y, y_weights, norm_scale, plain, rank, streams, eps)
+
+
+def hc_down_repack(
+    down: Sequence[PackedWeight],
+    rank: int,
+    streams: int,
+    device: str | torch.device,
+    cache_dir: Path | None = None,
+    max_rows: int = 16,
+) -> tuple[PackedWeight | StreamedDown, ...]:
+    """Move the down and inject rows to a device in the form `hc_down` is fastest with there; once, at load.
+
+    cache_dir  where compiled kernels are kept; the user's cache directory where None
+    max_rows   kernels for up to this many rows are loaded now; others at their first call, which no graph may be
+    Returns one StreamedDown, its kernels compiled, or the weights unchanged on the device with one log line saying why.
+    """
+    target = torch.device(device)
+    reason = _why_not_streamed(down, streams, target)
+    if reason is not None:
+        logger.info("hc_down stays with torch: %s", reason)
+        return tuple(w.to(target) for w in down)
+    if target.index is None:
+        target = torch.device(target.type, torch.cuda.current_device())
+    joined = torch.cat([w.data.to(target) for w in down])
+    count = torch.cuda.get_device_properties(target).multi_processor_count
+    plan = plan_down(joined.shape[0], rank, streams, joined.shape[1] // streams, count)
+    streamed = StreamedDown(plan, pack_tape(joined, plan.stream), cache_dir or default_cache_dir())
+    for capacity in (c for c in ROW_CAPACITIES if c <= row_capacity(max_rows)):
+        for write in (True, False):
+            launch_for(plan, capacity, write, target, streamed.cache_dir)
+    # kernels request weights before they wait for their predecessor, which the repacking must not be
+    torch.cuda.synchronize(target)
+    return (streamed,)
+
+
+def plan_down(
+    n: int, rank: int, streams: int, d: int, multiprocessors: int, parts: int = 1, norm_first: bool = True
+) -> DownPlan:
+    """One wave of clusters. The order of sums depends on the shape and parts."""
+    return DownPlan(n, rank, streams, d, parts, -(-n // max(1, multiprocessors // (streams * parts))), norm_first)
+
+
+def stream_down(
+    residual: Tensor, y: Tensor | None, y_weights: Tensor | None, norm_scale: Tensor, down: StreamedDown, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queue the kernel on rows [T, S * D] bf16 of the weight's device."""
+    plan = down.plan
+    residual = readable(residual)
+    count = residual.shape[0]
+    write = y is not None and y_weights is not None
+    written = torch.empty_like(residual) if write else residual
+    normed = torch.empty_like(residual)
+    low = residual.new_empty((count, plan.rank))
+    weights = residual.new_empty((count, plan.n - plan.rank))
+    inputs = (residual, None if y is None else readable(y), None if y_weights is None else readable(y_weights))
+    queue_down(down, norm_scale, inputs, (written, normed, low, weights), eps)
+    return written, normed, low, weights
+
+
+def queue_down(
+    down: StreamedDown,
+    norm_scale: Tensor,
+    inputs: tuple[Tensor, Tensor | None, Tensor | None],
+    outputs: tuple[Tensor, Tensor, Tensor, Tensor],
+    eps: float,
+    dependent: bool = True,
+) -> None:
+    """Queue as many kernels as the rows take; all tensors contiguous bf16.
+
+    norm_scale  float32, finished before the kernel before this one began: it is read before the wait
+    inputs      residual, y, y_weights; outputs  as hc_down returns them; without y the first is left alone
+    dependent   programmatic dependent launch
+    """
+    residual, y, y_weights = inputs
+    count, step = residual.shape[0], ROW_CAPACITIES[-1]
+    for first in range(0, count, step):
+        part = slice(first, min(first + step, count))
+        capacity = row_capacity(part.stop - first)
+        launch = launch_for(down.plan, capacity, y is not None, residual.device, down.cache_dir, dependent)
+        given = (residual[part], None if y is None else y[part], None if y_weights is None else y_weights[part])
+        written, normed, low, weights = (t[part] for t in outputs)
+        launch(pack_arguments(down.tape, norm_scale, *given, written, normed, low, weights, eps))
+
+
+def pack_arguments(
+    tape: Tensor,
+    norm_scale: Tensor,
+    residual: Tensor,
+    y: Tensor | None,
+    y_weights: Tensor | None,
+    new_residual: Tensor,
+    normed: Tensor,
+    low: Tensor,
+    new_weights: Tensor,
+    eps: float,
+) -> bytes:
+    """struct Arguments of `hc_down.cu`."""
+    tensors = (tape, norm_scale, residual, y, y_weights, new_residual, normed, low, new_weights)
+    return struct.pack("9Pif", *(0 if t is None else t.data_ptr() for t in tensors), residual.shape[0], eps)
+
+
+@cache
+def launch_for(
+    plan: DownPlan, capacity: int, write: bool, device: torch.device, cache_dir: Path, dependent: bool = True
+) -> Launch:
+    """The compiled kernel, once a process."""
+    cubin = compile_cuda("hc_down.cu", kernel_macros(plan, capacity, write), device_arch(device), cache_dir)
+    return Launch(
+        cubin,
+        "hc_down_kernel",
+        device,
+        plan.stream.blocks,
+        WARPS * 32,
+        shared_bytes(plan, capacity),
+        cluster=plan.stream.split,
+        dependent=dependent,
+    )
+
+
+def kernel_macros(plan: DownPlan, capacity: int, write: bool) -> dict[str, int]:
+    """The macros that specialise `hc_down.cu`."""
+    return {
+        "N": plan.n,
+        "RANK": plan.rank,
+        "STREAMS": plan.streams,
+        "D": plan.d,
+        "PARTS": plan.parts,
+        "ROWS": plan.rows,
+        "X_ROWS": capacity,
+        "WRITE": int(write),
+        "NORM_FIRST": int(plan.norm_first),
+        # 2 where the next kernel's block fits beside this one: 128 registers a thread and half of the shared memory
+        "PER_SM": 2 if shared_bytes(plan, capacity) <= SHARED_LIMIT_OF_TWO else 1,
+    }
+
+
+def shared_bytes(plan: DownPlan, capacity: int) -> int:
+    """Dynamic shared memory of a block, as `hc_down.cu` lays it out."""
+    columns, steps = plan.d // plan.parts, plan.stream.steps
+    widths = -(-plan.rows // 8)
+    pitch = (widths + (widths % 2 == 0)) * 8
+    weights = WARPS * plan.rows * steps * STEP_BYTES
+    staged = columns * 4 + capacity * (columns * 2 + 64)
+    sums = (WARPS * pitch + plan.rows + steps + 1) * capacity * 4
+    return -(-(weights + staged + sums) // 8) * 8 + WARPS * 16
+
+
+def _with_library(
+    residual: Tensor, y: Tensor | None, y_weights: Tensor | None, norm_scale: Tensor, down: StreamedDown, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    plan = down.plan
+    if y is not None and y_weights is not None:
+        residual = residual + (y.unsqueeze(-2) * y_weights.unsqueeze(-1)).flatten(-2)
+    normed = rms_norm(residual, norm_scale, eps, plan.streams)
+    projected = F.linear(normed, down.unpack().data) / plan.streams
+    return residual, normed, silu(projected[:, : plan.rank]), 2 * sigmoid(projected[:, plan.rank :])
+
+
+def _why_not_streamed(down: Sequence[PackedWeight], streams: int, device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return f"{device} is no CUDA device"
+    if any(w.format != "bf16" for w in down):
+        return "the kernel reads bf16 matrices"
+    width = down[0].shape[1]
+    if width % (streams * UNIT_COLUMNS) or streams != 4:
+        return f"the kernel wants 4 streams of a multiple of {UNIT_COLUMNS} columns, not {streams} in {width}"
+    missing = missing_for_cuda()
+    if missing is not None:
+        return missing
+    if torch.cuda.get_device_capability(device)[0] < 9:
+        return "the kernel needs compute capability 9.0 (bulk copies, clusters)"
+    properties = torch.cuda.get_device_properties(device)
+    n = sum(w.shape[0] for w in down)
+    plan = plan_down(n, n, streams, width // streams, properties.multi_processor_count)
+    wanted = shared_bytes(plan, ROW_CAPACITIES[-1])
+    if wanted > properties.shared_memory_per_multiprocessor - 1024:  # 1 KB of every block is the system's
+        return f"its kernel wants {wanted} bytes of shared memory, more than {properties.name} has"
+    return None
 
 
 def hc_down_inputs(

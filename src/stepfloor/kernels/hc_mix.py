@@ -3,15 +3,92 @@
     gate = sigmoid(low upᵀ);   x = mean over streams of gate[s] * n[s]     (normalised streams, not raw)
 
 Source: transformers 5.24, Qwen4ExpTextGatedResidual.forward.
+
+On a GPU the bf16 matrix is repacked once, at load (`hc_mix_repack`), so that one block of `hc_mix.cu` holds the rows of
+the same channels of every stream and finishes them. Its sums depend on the shape alone, never on the number of rows.
 """
 
+import logging
+import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from stepfloor.formats.codec import PackedWeight, quantize
+from stepfloor.kernels._jit import Launch, compile_cuda, default_cache_dir, device_arch, missing_for_cuda
+from stepfloor.kernels._stream import (
+    ROW_CAPACITIES,
+    SHARED_LIMIT_OF_TWO,
+    STEP_BYTES,
+    STEP_COLUMNS,
+    WARPS,
+    StreamPlan,
+    pack_tape,
+    readable,
+    row_capacity,
+    unpack_tape,
+)
 from stepfloor.kernels._torch import product, sigmoid
+
+logger = logging.getLogger(__name__)
+
+MAX_ROWS = 64  # more rows are prefill: the library multiplies
+
+
+@dataclass(frozen=True, slots=True)
+class MixPlan:
+    """How the matrix [S * D, rank] is cut; the macros of `hc_mix.cu` have these names.
+
+    columns  channels of a block; slices  warps that share the columns of a weight row
+    """
+
+    d: int
+    streams: int
+    rank: int
+    columns: int
+    slices: int
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the grid."""
+        return -(-self.d // self.columns)
+
+    @property
+    def stream(self) -> StreamPlan:
+        """The layout of the weights, their rows in the order [block][stream][channel]."""
+        stacks = WARPS // self.slices
+        rows = self.columns * self.streams // stacks
+        steps = self.rank // (STEP_COLUMNS * self.slices)
+        n = self.blocks * self.columns * self.streams
+        return StreamPlan(n, self.rank, 1, self.slices, stacks, rows, rows, steps, steps, 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StreamedMix:
+    """The up matrix in the order `hc_mix.cu` reads it. Make it with `hc_mix_repack`."""
+
+    plan: MixPlan
+    tape: Tensor
+    cache_dir: Path
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Logical (N, K)."""
+        return self.plan.streams * self.plan.d, self.plan.rank
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the device."""
+        return self.tape.numel()
+
+    def unpack(self) -> PackedWeight:
+        """The matrix as it was stored, copied."""
+        return PackedWeight("bf16", self.shape, unpack_mix(self.tape, self.plan))
 
 
 def hc_mix_reference(low: Tensor, normed: Tensor, up: Sequence[PackedWeight], streams: int) -> Tensor:
@@ -20,12 +97,12 @@ def hc_mix_reference(low: Tensor, normed: Tensor, up: Sequence[PackedWeight], st
     return (gate * normed).unflatten(-1, (streams, -1)).mean(-2)
 
 
-def hc_mix(low: Tensor, normed: Tensor, up: Sequence[PackedWeight], streams: int) -> Tensor:
+def hc_mix(low: Tensor, normed: Tensor, up: Sequence[PackedWeight | StreamedMix], streams: int) -> Tensor:
     """Mix the normalised streams into a sub-layer's input.
 
     low     [T, rank]
     normed  [T, S * D] stream-major
-    up      matrices [S * D, rank]
+    up      matrices [S * D, rank], or the one of them repacked, on the device of low
     Returns [T, D]. Raises ValueError if the shapes disagree.
     """
     if (
@@ -38,7 +115,137 @@ def hc_mix(low: Tensor, normed: Tensor, up: Sequence[PackedWeight], streams: int
             f"hc_mix wants low [T, rank], normed [T, S * D], up [S * D, rank]; got low {tuple(low.shape)}, "
             f"normed {tuple(normed.shape)}, up {[w.shape for w in up]}, {streams} streams"
         )
-    return hc_mix_reference(low, normed, up, streams)
+    if len(up) == 1 and isinstance(up[0], StreamedMix) and low.is_cuda and low.dtype == torch.bfloat16:
+        if 0 < low.shape[0] <= MAX_ROWS:
+            return stream_mix(low, normed, up[0])
+        gate = sigmoid(F.linear(low, up[0].unpack().data))
+        return (gate * normed).unflatten(-1, (streams, -1)).mean(-2)
+    plain = [w.unpack() if isinstance(w, StreamedMix) else w for w in up]
+    return hc_mix_reference(low, normed, plain, streams)
+
+
+def hc_mix_repack(
+    up: Sequence[PackedWeight],
+    streams: int,
+    device: str | torch.device,
+    cache_dir: Path | None = None,
+    max_rows: int = 16,
+) -> tuple[PackedWeight | StreamedMix, ...]:
+    """Move the up matrix to a device in the form `hc_mix` is fastest with there; once, at load.
+
+    cache_dir  where compiled kernels are kept; the user's cache directory where None
+    max_rows   kernels for up to this many rows are loaded now; others at their first call, which no graph may be
+    Returns one StreamedMix, its kernels compiled, or the weights unchanged on the device with one log line saying why.
+    """
+    target = torch.device(device)
+    reason = _why_not_streamed(up, streams, target)
+    if reason is not None:
+        logger.info("hc_mix stays with torch: %s", reason)
+        return tuple(w.to(target) for w in up)
+    if target.index is None:
+        target = torch.device(target.type, torch.cuda.current_device())
+    joined = torch.cat([w.data.to(target) for w in up])
+    count = torch.cuda.get_device_properties(target).multi_processor_count
+    plan = plan_mix(joined.shape[0] // streams, streams, joined.shape[1], count)
+    streamed = StreamedMix(plan, pack_mix(joined, plan), cache_dir or default_cache_dir())
+    for capacity in (c for c in ROW_CAPACITIES if c <= row_capacity(max_rows)):
+        launch_for(plan, capacity, target, streamed.cache_dir)
+    # kernels request weights before they wait for their predecessor, which the repacking must not be
+    torch.cuda.synchronize(target)
+    return (streamed,)
+
+
+def plan_mix(d: int, streams: int, rank: int, multiprocessors: int, slices: int = 2) -> MixPlan:
+    """One wave of blocks. The order of sums depends on rank and slices."""
+    halves = WARPS // (streams * slices)
+    columns = -(-d // multiprocessors)
+    return MixPlan(d, streams, rank, columns + -columns % halves, slices)
+
+
+def pack_mix(up: Tensor, plan: MixPlan) -> Tensor:
+    """bf16 [S * D, rank] to the bytes of a plan."""
+    padded = F.pad(up.view(plan.streams, plan.d, plan.rank), (0, 0, 0, plan.blocks * plan.columns - plan.d))
+    ordered = padded.view(plan.streams, plan.blocks, plan.columns, plan.rank).transpose(0, 1)
+    return pack_tape(ordered.reshape(-1, plan.rank), plan.stream)
+
+
+def unpack_mix(tape: Tensor, plan: MixPlan) -> Tensor:
+    """The inverse of pack_mix."""
+    ordered = unpack_tape(tape, plan.stream).view(plan.blocks, plan.streams, plan.columns, plan.rank)
+    return ordered.transpose(0, 1).reshape(plan.streams, -1, plan.rank)[:, : plan.d].reshape(-1, plan.rank)
+
+
+def stream_mix(low: Tensor, normed: Tensor, up: StreamedMix) -> Tensor:
+    """Queue the kernel on rows [T, rank] and [T, S * D], bf16, of the weight's device."""
+    out = low.new_empty((low.shape[0], up.plan.d))
+    queue_mix(up, readable(low), readable(normed), out)
+    return out
+
+
+def queue_mix(up: StreamedMix, low: Tensor, normed: Tensor, out: Tensor, dependent: bool = True) -> None:
+    """Queue as many kernels as the rows take; all tensors contiguous bf16. dependent: programmatic dependent launch."""
+    count, step = low.shape[0], ROW_CAPACITIES[-1]
+    for first in range(0, count, step):
+        part = slice(first, min(first + step, count))
+        launch = launch_for(up.plan, row_capacity(part.stop - first), low.device, up.cache_dir, dependent)
+        launch(pack_arguments(up.tape, low[part], normed[part], out[part]))
+
+
+def pack_arguments(tape: Tensor, low: Tensor, normed: Tensor, out: Tensor) -> bytes:
+    """struct Arguments of `hc_mix.cu`."""
+    return struct.pack("4Pi4x", tape.data_ptr(), low.data_ptr(), normed.data_ptr(), out.data_ptr(), low.shape[0])
+
+
+@cache
+def launch_for(plan: MixPlan, capacity: int, device: torch.device, cache_dir: Path, dependent: bool = True) -> Launch:
+    """The compiled kernel, once a process."""
+    cubin = compile_cuda("hc_mix.cu", kernel_macros(plan, capacity), device_arch(device), cache_dir)
+    shared = shared_bytes(plan, capacity)
+    return Launch(cubin, "hc_mix_kernel", device, plan.blocks, WARPS * 32, shared, dependent=dependent)
+
+
+def kernel_macros(plan: MixPlan, capacity: int) -> dict[str, int]:
+    """The macros that specialise `hc_mix.cu`."""
+    return {
+        "D": plan.d,
+        "STREAMS": plan.streams,
+        "RANK": plan.rank,
+        "COLUMNS": plan.columns,
+        "SLICES": plan.slices,
+        "X_ROWS": capacity,
+        # 2 where the next kernel's block fits beside this one: 128 registers a thread and half of the shared memory
+        "PER_SM": 2 if shared_bytes(plan, capacity) <= SHARED_LIMIT_OF_TWO else 1,
+    }
+
+
+def shared_bytes(plan: MixPlan, capacity: int) -> int:
+    """Dynamic shared memory of a block, as `hc_mix.cu` lays it out."""
+    stream = plan.stream
+    widths = -(-stream.rows // 8)
+    pitch = (widths + (widths % 2 == 0)) * 8
+    return WARPS * (stream.rows * stream.steps * STEP_BYTES + capacity * pitch * 4 + 8) + 512
+
+
+def _why_not_streamed(up: Sequence[PackedWeight], streams: int, device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return f"{device} is no CUDA device"
+    if any(w.format != "bf16" for w in up):
+        return "the kernel reads bf16 matrices"
+    rank = up[0].shape[1]
+    if streams != 4 or rank % 64:
+        return f"the kernel wants 4 streams and a rank that is a multiple of 64, not {streams} and {rank}"
+    missing = missing_for_cuda()
+    if missing is not None:
+        return missing
+    if torch.cuda.get_device_capability(device)[0] < 9:
+        return "the kernel needs compute capability 9.0 (bulk copies)"
+    properties = torch.cuda.get_device_properties(device)
+    width = sum(w.shape[0] for w in up)
+    plan = plan_mix(width // streams, streams, rank, properties.multi_processor_count)
+    wanted = shared_bytes(plan, ROW_CAPACITIES[-1])
+    if wanted > properties.shared_memory_per_multiprocessor - 1024:  # 1 KB of every block is the system's
+        return f"its kernel wants {wanted} bytes of shared memory, more than {properties.name} has"
+    return None
 
 
 def hc_mix_inputs(t: int, d: int, rank: int, format_name: str, dtype: torch.dtype, device: str) -> dict[str, object]:

@@ -20,74 +20,22 @@ from torch import Tensor
 
 from stepfloor.formats.codec import PackedWeight, quantize
 from stepfloor.kernels._jit import Launch, compile_cuda, default_cache_dir, device_arch, missing_for_cuda
+from stepfloor.kernels._stream import (
+    SHARED_LIMIT_OF_TWO,
+    STEP_BYTES,
+    STEP_COLUMNS,
+    WARPS,
+    StreamPlan,
+    largest_divisor,
+    pack_tape,
+    unpack_tape,
+)
 from stepfloor.kernels._torch import product
 
 logger = logging.getLogger(__name__)
 
-WARPS = 8
-STEP_COLUMNS = 32
-STEP_BYTES = 64  # of one weight row, bf16
 MAX_ROWS = 80  # rows of one streamed product; more go through the library
 KEEP_STEPS = 10  # steps of x a warp can hold in registers: 2560 columns over 8 warps
-SHARED_LIMIT = 227 * 1024
-# two blocks of successive kernels fit on a multiprocessor together, so that the later one can request its weights early
-SHARED_LIMIT_OF_TWO = 113 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class StreamPlan:
-    """How one matrix [N, K] is cut. See the macros of `linear.cu`, which have these names.
-
-    split   blocks of a cluster that share the columns; slices, stacks  warps of a block that share columns, rows
-    rows    weight rows of a warp; pass_rows  of them in the accumulators at once
-    steps   32-column steps of a warp; chunk_steps  of them in one piece; slots  pieces a warp keeps on the way
-    """
-
-    n: int
-    k: int
-    split: int
-    slices: int
-    stacks: int
-    rows: int
-    pass_rows: int
-    steps: int
-    chunk_steps: int
-    slots: int
-
-    @property
-    def groups(self) -> int:
-        """Blocks, or clusters of blocks, that share the rows."""
-        return -(-self.n // (self.rows * self.stacks))
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of the grid."""
-        return self.groups * self.split
-
-    @property
-    def passes(self) -> int:
-        """How often the accumulators of a warp are filled."""
-        return -(-self.rows // self.pass_rows)
-
-    @property
-    def chunks(self) -> int:
-        """Pieces of a pass."""
-        return self.steps // self.chunk_steps
-
-    @property
-    def padded_k(self) -> int:
-        """Columns stored."""
-        return self.split * self.slices * self.steps * STEP_COLUMNS
-
-    @property
-    def piece_bytes(self) -> int:
-        """Bytes of a full piece of one warp."""
-        return self.pass_rows * self.chunk_steps * STEP_BYTES
-
-    @property
-    def tape_bytes(self) -> int:
-        """Bytes of the streamed matrix: those of [N, K] bf16, plus the dead rows of the last block."""
-        return self.blocks * WARPS * self.rows * self.steps * STEP_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,8 +168,11 @@ def plan_stream(n: int, k: int, multiprocessors: int, split: int | None = None) 
         pass_rows = 32
         chunk_steps = largest_divisor(steps, 3)
     pieces = -(-rows // pass_rows) * (steps // chunk_steps)
-    fit = 96 * 1024 // (WARPS * pass_rows * chunk_steps * STEP_BYTES)
-    slots = min(pieces, max(2, fit)) if pass_rows == rows else min(pieces, 2)
+    # What streams for longer than a launch takes has a multiprocessor to itself: 120 KB on the way, all registers. One
+    # H200, M=1 and 16, against two slots and room for the next kernel: gdn_in 20.8 us for 21.6 and 23.0 for 23.3, out
+    # 8.2 for 8.9 and 11.0 for 13.4. Small products fit in two slots and keep the room.
+    fit = 128 * 1024 // (WARPS * pass_rows * chunk_steps * STEP_BYTES)
+    slots = min(pieces, max(2, fit))
     return StreamPlan(n, k, split, slices, stacks, rows, pass_rows, steps, chunk_steps, slots)
 
 
@@ -338,42 +289,6 @@ def shared_bytes(plan: StreamPlan, variant: Variant) -> int:
     sums = buffers * WARPS * tile_rows * pitch * 4
     partial = variant.tiles * tile_rows * plan.rows * plan.stacks * 4 if plan.split > 1 else 0
     return ring + sums + partial + WARPS * plan.slots * 8
-
-
-def pack_tape(w: Tensor, plan: StreamPlan) -> Tensor:
-    """bf16 [N, K] to the bytes of a plan: [pass][chunk][block][warp][step][row][64 bytes]."""
-    p = plan
-    padded = F.pad(w, (0, p.padded_k - p.k, 0, p.groups * p.rows * p.stacks - p.n))
-    cut = padded.reshape(p.groups, p.stacks, p.rows, p.split, p.slices, p.steps, STEP_COLUMNS)
-    cut = cut.permute(0, 3, 1, 4, 5, 2, 6).reshape(p.blocks * WARPS, p.steps, p.rows, STEP_COLUMNS)
-    tape = torch.empty(p.tape_bytes // 2, dtype=w.dtype, device=w.device)
-    at = 0
-    for row in range(0, p.rows, p.pass_rows):
-        for step in range(0, p.steps, p.chunk_steps):
-            piece = cut[:, step : step + p.chunk_steps, row : row + p.pass_rows]
-            tape[at : at + piece.numel()].view(piece.shape).copy_(piece)
-            at += piece.numel()
-    return tape.view(torch.uint8)
-
-
-def unpack_tape(tape: Tensor, plan: StreamPlan) -> Tensor:
-    """The inverse of pack_tape."""
-    p = plan
-    values = tape.view(torch.bfloat16)
-    cut = torch.empty((p.blocks * WARPS, p.steps, p.rows, STEP_COLUMNS), dtype=values.dtype, device=tape.device)
-    at = 0
-    for row in range(0, p.rows, p.pass_rows):
-        for step in range(0, p.steps, p.chunk_steps):
-            piece = cut[:, step : step + p.chunk_steps, row : row + p.pass_rows]
-            piece.copy_(values[at : at + piece.numel()].view(piece.shape))
-            at += piece.numel()
-    cut = cut.reshape(p.groups, p.split, p.stacks, p.slices, p.steps, p.rows, STEP_COLUMNS)
-    return cut.permute(0, 2, 5, 1, 3, 4, 6).reshape(p.groups * p.stacks * p.rows, p.padded_k)[: p.n, : p.k].contiguous()
-
-
-def largest_divisor(value: int, limit: int) -> int:
-    """The largest divisor of value that is at most limit."""
-    return next(d for d in range(min(value, limit), 0, -1) if value % d == 0)
 
 
 def _why_not_streamed(weight: PackedWeight, device: torch.device) -> str | None:

@@ -32,11 +32,17 @@ struct float2 {
   float x, y;
 };
 inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float __uint_as_float(u32 bits) {
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
 inline int min(int a, int b) { return a < b ? a : b; }
 
 struct Warp {
   std::barrier<> sync{32};
   u32 a[32][4], b[32][2];
+  float lanes[32];
 };
 struct Block {
   std::vector<u8> memory;
@@ -156,7 +162,37 @@ inline u16 to_bf16(float value) {
   memcpy(&bits, &value, 4);
   return value != value ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
-inline void cluster_sync() { cluster_barrier->arrive_and_wait(); }
+inline u16 load_half(const u16* from) {
+  check_global((const u8*)((uintptr_t)from & ~(uintptr_t)15), 2);
+  return *from;
+}
+inline void store_shared(u32 address, const Words& v) {
+  check_shared(address, 16);
+  *(Words*)(block_shared + address) = v;
+}
+inline float lower(u32 pair) { return bf16_of(pair, 0); }
+inline float upper(u32 pair) { return bf16_of(pair, 1); }
+inline u32 to_pair(float low, float high) { return to_bf16(low) | (u32)to_bf16(high) << 16; }
+inline u32 multiply_pair(u32 a, u32 b) { return to_pair(lower(a) * lower(b), upper(a) * upper(b)); }
+inline u32 add_pair(u32 a, u32 b) { return to_pair(lower(a) + lower(b), upper(a) + upper(b)); }
+inline float inverse_root(float x) { return 1.f / std::sqrt(x); }
+inline float sigmoid(float x) { return 1.f / (1.f + std::exp(-x)); }
+inline float from_lane(float value, int lane) {
+  Warp& w = *block->warps[threadIdx.x / 32];
+  w.lanes[threadIdx.x % 32] = value;
+  w.sync.arrive_and_wait();
+  value = w.lanes[lane];
+  w.sync.arrive_and_wait();
+  return value;
+}
+inline float warp_sum(float value) {
+  for (int distance = 16; distance > 0; distance /= 2) value += from_lane(value, threadIdx.x % 32 ^ distance);
+  return value;
+}
+inline void cluster_arrive() {}
+inline void cluster_wait() { cluster_barrier->arrive_and_wait(); }
+inline void cluster_sync() { cluster_wait(); }
+inline void cluster_leave() { cluster_wait(); }
 inline float load_peer(u32 address, u32 rank) {
   check_shared(address, 4);
   return *(float*)((*cluster)[rank]->shared() + address);

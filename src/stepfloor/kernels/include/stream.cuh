@@ -94,6 +94,16 @@ DEVICE Words load_global(const void* pointer) {
   return v;
 }
 
+DEVICE u16 load_half(const u16* pointer) {
+  u16 v;
+  asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(pointer));
+  return v;
+}
+
+DEVICE void store_shared(u32 address, const Words& v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
 // ------------------------------------------------------------------ arithmetic
 
 // c[16, 8] += a[16, 16] b[16, 8], bf16 operands. Lane (g, t) = (lane / 4, lane % 4): a0, a2 hold row g, a1, a3 row g + 8;
@@ -111,11 +121,53 @@ DEVICE u16 to_bf16(float value) {
   return bits;
 }
 
+// Two bf16 in a word, each operation rounded: .rn forbids their fusion.
+DEVICE u32 multiply_pair(u32 a, u32 b) {
+  u32 v;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+  return v;
+}
+DEVICE u32 add_pair(u32 a, u32 b) {
+  u32 v;
+  asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+  return v;
+}
+DEVICE float lower(u32 pair) { return __uint_as_float(pair << 16); }
+DEVICE float upper(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
+DEVICE u32 to_pair(float low, float high) {
+  u32 v;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+  return v;
+}
+
+DEVICE float inverse_root(float x) { return rsqrtf(x); }
+DEVICE float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
+
+// ------------------------------------------------------------------ warp
+
+// The same bits in every lane: each step adds a pair of lanes, in whichever order.
+DEVICE float warp_sum(float value) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(~0u, value, distance);
+  return value;
+}
+DEVICE float from_lane(float value, int lane) { return __shfl_sync(~0u, value, lane); }
+
 // ------------------------------------------------------------------ cluster
 
+// What a block wrote before it arrives is there for the others after their wait. Work between the two overlaps the barrier;
+// stores to global memory belong there, since arriving waits for those before it.
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 DEVICE void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  cluster_arrive();
+  cluster_wait();
+}
+
+// The last barrier: a block that ends takes its shared memory with it. Orders nothing.
+DEVICE void cluster_leave() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  cluster_wait();
 }
 
 // A float of another block of the cluster, at the address it has in this one.

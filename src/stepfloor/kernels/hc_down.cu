@@ -1,0 +1,260 @@
+// The seam between two sub-layers: R <- R + w y, the norm of each stream, down and inject rows, silu and sigmoid.
+// Source: hc_down.py, which writes the tape and repeats the equations with the source's rounding; this kernel rounds where
+// the source does, except where NORM_FIRST is 0.
+//
+// A cluster owns ROWS weight rows; each of its blocks owns the columns of one stream, or of a PARTS-th of one, so that the
+// mean square of a stream is known to a block (PARTS 1) or to neighbours in the cluster. A block prepares its columns of
+// all rows of x together, once, in shared memory: at one row every lane has work, and the product reads no global memory.
+// The first read of weights and norm scale is requested before the wait; R, y and w are not, the kernels before wrote them.
+//
+// The order of sums depends on the shape and PARTS, never on the number of rows: squares in units of 256 columns (8 of a
+// lane in order, then a tree over lanes), units in order; products as in linear.cu; blocks of the cluster in order.
+
+#include "stream.cuh"
+
+// N, RANK       weight rows with inject, without
+// STREAMS, D    streams and the width of one
+// PARTS         blocks of a cluster for each stream
+// ROWS          weight rows of a cluster
+// X_ROWS        rows of x at most: 1 to 8, or 16
+// WRITE         whether an output waits to be written to the streams
+// NORM_FIRST    1: rounds n to bf16 and multiplies it, as the source does. 0: multiplies bf16(R scale) and applies 1 / rms to
+//               the sums of each stream, which saves a barrier before the product and differs by one rounding of n
+// PER_SM        blocks that fit on a multiprocessor together
+
+constexpr int WARPS = 8;
+constexpr int THREADS = WARPS * 32;
+constexpr int SPLIT = STREAMS * PARTS;
+constexpr int GROUPS = (N + ROWS - 1) / ROWS;
+constexpr int COLUMNS = D / PARTS;
+constexpr int STEPS = COLUMNS / 256;  // of 32 columns, of a warp; also the units of 256 columns of a row
+constexpr int WIDTHS = (ROWS + 7) / 8;
+constexpr bool TALL = X_ROWS > 8;
+constexpr int ROUNDS = (X_ROWS * STEPS + WARPS - 1) / WARPS;  // units of a warp
+constexpr int PIECE_BYTES = ROWS * STEPS * 64;
+constexpr int X_PITCH = COLUMNS * 2 + 64;  // 64 modulo 128 bytes: two rows of x side by side in the banks
+constexpr int PITCH = (WIDTHS + (WIDTHS % 2 == 0)) * 8;
+static_assert(COLUMNS * PARTS == D && STEPS * 256 == COLUMNS && X_ROWS <= 16, "shape");
+// idle lanes read up to 448 bytes past the last weight row: the scale lies there
+constexpr int SCALE_AT = WARPS * PIECE_BYTES;
+constexpr int X_AT = SCALE_AT + COLUMNS * 4;
+constexpr int SUMS_AT = X_AT + X_ROWS * X_PITCH;
+constexpr int PARTIAL_AT = SUMS_AT + WARPS * X_ROWS * PITCH * 4;
+constexpr int SQUARES_AT = PARTIAL_AT + X_ROWS * ROWS * 4;
+constexpr int TOTALS_AT = SQUARES_AT + X_ROWS * STEPS * 4;
+constexpr int BARRIERS_AT = (TOTALS_AT + X_ROWS * 4 + 7) / 8 * 8;
+
+struct Arguments {
+  const u8* tape;
+  const float* scale;
+  const u16 *residual, *y, *weights;
+  u16 *new_residual, *normed, *low, *new_weights;
+  int rows;
+  float eps;
+};
+
+DEVICE Words normalise(const Words& r, float factor, u32 scale_address) {
+  const Words a = load_shared(scale_address), b = load_shared(scale_address + 16);
+  Words v;
+  v.x = to_pair(lower(r.x) * factor * __uint_as_float(a.x), upper(r.x) * factor * __uint_as_float(a.y));
+  v.y = to_pair(lower(r.y) * factor * __uint_as_float(a.z), upper(r.y) * factor * __uint_as_float(a.w));
+  v.z = to_pair(lower(r.z) * factor * __uint_as_float(b.x), upper(r.z) * factor * __uint_as_float(b.y));
+  v.w = to_pair(lower(r.w) * factor * __uint_as_float(b.z), upper(r.w) * factor * __uint_as_float(b.w));
+  return v;
+}
+
+DEVICE float square_sum(const Words& r) {
+  float sum = lower(r.x) * lower(r.x);
+  sum += upper(r.x) * upper(r.x);
+  sum += lower(r.y) * lower(r.y);
+  sum += upper(r.y) * upper(r.y);
+  sum += lower(r.z) * lower(r.z);
+  sum += upper(r.z) * upper(r.z);
+  sum += lower(r.w) * lower(r.w);
+  sum += upper(r.w) * upper(r.w);
+  return sum;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) hc_down_kernel(const __grid_constant__ Arguments a) {
+  extern __shared__ __align__(128) u8 shared[];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int group = blockIdx.x / SPLIT, rank = blockIdx.x % SPLIT, stream = rank / PARTS, part = rank % PARTS;
+  const u32 base = shared_address(shared), barriers = base + BARRIERS_AT;
+  float* sums = (float*)(shared + SUMS_AT);
+  float* partial = (float*)(shared + PARTIAL_AT);
+  float* squares = (float*)(shared + SQUARES_AT);
+  float* totals = (float*)(shared + TOTALS_AT);
+  const int first_column = stream * D + part * COLUMNS;
+
+  if (lane == 0) {
+    barrier_init(barriers + 16 * warp, 1);
+    barrier_init(barriers + 16 * warp + 8, 1);
+    barrier_init_done();
+    // the scale in equal shares: each warp waits for all of them below
+    barrier_expect(barriers + 16 * warp + 8, COLUMNS * 4 / WARPS);
+    bulk_copy(base + SCALE_AT + warp * (COLUMNS * 4 / WARPS), (const u8*)(a.scale + first_column) + warp * (COLUMNS * 4 / WARPS),
+              COLUMNS * 4 / WARPS, barriers + 16 * warp + 8, evict_first_policy());
+    barrier_expect(barriers + 16 * warp, PIECE_BYTES);
+    bulk_copy(base + warp * PIECE_BYTES, a.tape + (u64)(blockIdx.x * WARPS + warp) * PIECE_BYTES, PIECE_BYTES,
+              barriers + 16 * warp, evict_first_policy());
+  }
+  __syncthreads();
+  launch_dependents();
+  wait_for_predecessor();
+
+  // ---- R of this block's columns: all loads first, no branch around them
+  const int units = a.rows * STEPS;
+  Words r[ROUNDS];
+  if (WRITE) {
+    Words y[ROUNDS];
+    u32 weight[ROUNDS];
+#pragma unroll
+    for (int i = 0; i < ROUNDS; i++) {
+      const int unit = min(warp + WARPS * i, units - 1), row = unit / STEPS, column = unit % STEPS * 256 + lane * 8;
+      r[i] = load_global(a.residual + (long long)row * (STREAMS * D) + first_column + column);
+      y[i] = load_global(a.y + (long long)row * D + part * COLUMNS + column);
+      weight[i] = load_half(a.weights + row * STREAMS + stream);
+    }
+#pragma unroll
+    for (int i = 0; i < ROUNDS; i++) {
+      const u32 w = weight[i] | weight[i] << 16;
+      r[i].x = add_pair(r[i].x, multiply_pair(y[i].x, w));
+      r[i].y = add_pair(r[i].y, multiply_pair(y[i].y, w));
+      r[i].z = add_pair(r[i].z, multiply_pair(y[i].z, w));
+      r[i].w = add_pair(r[i].w, multiply_pair(y[i].w, w));
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < ROUNDS; i++) {
+      const int unit = min(warp + WARPS * i, units - 1), row = unit / STEPS, column = unit % STEPS * 256 + lane * 8;
+      r[i] = load_global(a.residual + (long long)row * (STREAMS * D) + first_column + column);
+    }
+  }
+  for (int other = 0; other < WARPS; other++) barrier_wait(barriers + 16 * other + 8, 0);
+#pragma unroll
+  for (int i = 0; i < ROUNDS; i++) {
+    const int unit = warp + WARPS * i, row = unit / STEPS, column = unit % STEPS * 256 + lane * 8;
+    const float sum = warp_sum(square_sum(r[i]));
+    if (unit < units) {
+      if (lane == 0) squares[unit] = sum;
+      if (!NORM_FIRST)
+        store_shared(base + X_AT + row * X_PITCH + column * 2, normalise(r[i], 1.f, base + SCALE_AT + column * 4));
+    }
+  }
+  if (NORM_FIRST && PARTS > 1)
+    cluster_sync();
+  else
+    __syncthreads();
+
+  // lane m: the mean square of row m
+  float mine = 0.f;
+  if (lane < a.rows) {
+    if (NORM_FIRST && PARTS > 1) {
+#pragma unroll
+      for (int p = 0; p < PARTS; p++)
+#pragma unroll
+        for (int i = 0; i < STEPS; i++) mine += load_peer(shared_address(squares + lane * STEPS + i), stream * PARTS + p);
+    } else {
+#pragma unroll
+      for (int i = 0; i < STEPS; i++) mine += squares[lane * STEPS + i];
+    }
+  }
+  if (NORM_FIRST) {
+    mine = inverse_root(mine / D + a.eps);
+#pragma unroll
+    for (int i = 0; i < ROUNDS; i++) {
+      const int unit = warp + WARPS * i, row = unit / STEPS, column = unit % STEPS * 256 + lane * 8;
+      const float factor = from_lane(mine, min(row, X_ROWS - 1));
+      if (unit >= units) continue;
+      store_shared(base + X_AT + row * X_PITCH + column * 2, normalise(r[i], factor, base + SCALE_AT + column * 4));
+    }
+    __syncthreads();
+  } else if (warp == 0 && lane < a.rows) {
+    totals[lane] = mine;
+  }
+
+  // ---- product
+  float acc[WIDTHS][2][4];
+#pragma unroll
+  for (int i = 0; i < WIDTHS * 8; i++) (&acc[0][0][0])[i] = 0.f;
+  const u32 top = base + X_AT + min(g, X_ROWS - 1) * X_PITCH + warp * STEPS * 64 + t * 16;
+  const u32 bottom = base + X_AT + min(g + 8, X_ROWS - 1) * X_PITCH + warp * STEPS * 64 + t * 16;
+  const u32 weights = base + warp * PIECE_BYTES + g * 64 + t * 16;
+  barrier_wait(barriers + 16 * warp, 0);
+#pragma unroll
+  for (int i = 0; i < STEPS; i++) {
+    const Words x = load_shared(top + i * 64);
+    Words z = {0, 0, 0, 0};
+    if (TALL) z = load_shared(bottom + i * 64);
+#pragma unroll
+    for (int width = 0; width < WIDTHS; width++) {
+      const Words w = load_shared(weights + i * (ROWS * 64) + width * 512);
+      matrix_step(acc[width][0], x.x, z.x, x.y, z.y, w.x, w.y);
+      matrix_step(acc[width][1], x.z, z.z, x.w, z.w, w.z, w.w);
+    }
+  }
+  float* to = sums + warp * X_ROWS * PITCH + 2 * t;
+#pragma unroll
+  for (int width = 0; width < WIDTHS; width++) {
+    const float(&even)[4] = acc[width][0];
+    const float(&odd)[4] = acc[width][1];
+    if (g < X_ROWS) *(float2*)(to + g * PITCH + width * 8) = make_float2(even[0] + odd[0], even[1] + odd[1]);
+    if (TALL) *(float2*)(to + (g + 8) * PITCH + width * 8) = make_float2(even[2] + odd[2], even[3] + odd[3]);
+  }
+  __syncthreads();
+  for (int e = threadIdx.x; e < a.rows * ROWS; e += THREADS) {
+    float value = 0.f;
+#pragma unroll
+    for (int slice = 0; slice < WARPS; slice++) value += sums[(slice * X_ROWS + e / ROWS) * PITCH + e % ROWS];
+    partial[e] = value;
+  }
+  cluster_arrive();
+  // ---- the clusters share the writing of R and n
+#pragma unroll
+  for (int i = 0; i < ROUNDS; i++) {
+    const int unit = warp + WARPS * i, row = unit / STEPS, column = unit % STEPS * 256 + lane * 8;
+    if (unit >= units || unit % GROUPS != group) continue;
+    const long long at = (long long)row * (STREAMS * D) + first_column + column;
+    if (WRITE) *(Words*)(a.new_residual + at) = r[i];
+    if (NORM_FIRST) *(Words*)(a.normed + at) = load_shared(base + X_AT + row * X_PITCH + column * 2);
+  }
+  cluster_wait();
+
+  // ---- sums over the cluster, each block a share of them
+  for (int e = rank * THREADS + threadIdx.x; e < a.rows * ROWS; e += SPLIT * THREADS) {
+    const int m = e / ROWS, row = group * ROWS + e % ROWS;
+    float value = 0.f;
+#pragma unroll
+    for (int s = 0; s < STREAMS; s++) {
+      float of_stream = 0.f, total = 0.f;
+#pragma unroll
+      for (int p = 0; p < PARTS; p++) {
+        of_stream += load_peer(shared_address(partial + e), s * PARTS + p);
+        if (!NORM_FIRST) total += load_peer(shared_address(totals + m), s * PARTS + p);
+      }
+      value += NORM_FIRST ? of_stream : of_stream * inverse_root(total / D + a.eps);
+    }
+    // the source rounds the product, divides, rounds the function
+    value = lower(to_bf16(value)) / STREAMS;
+    if (row < RANK)
+      a.low[m * RANK + row] = to_bf16(value * sigmoid(value));
+    else if (row < N)
+      a.new_weights[m * STREAMS + row - RANK] = to_bf16(2.f * sigmoid(value));
+  }
+  if (!NORM_FIRST) {
+    float factor = 0.f;
+    if (lane < a.rows) {
+#pragma unroll
+      for (int p = 0; p < PARTS; p++) factor += load_peer(shared_address(totals + lane), stream * PARTS + p);
+    }
+    factor = inverse_root(factor / D + a.eps);
+#pragma unroll
+    for (int i = 0; i < ROUNDS; i++) {
+      const int unit = warp + WARPS * i, row = unit / STEPS, column = unit % STEPS * 256 + lane * 8;
+      const float own = from_lane(factor, min(row, X_ROWS - 1));
+      if (unit < units && unit % GROUPS == group)
+        *(Words*)(a.normed + (long long)row * (STREAMS * D) + first_column + column) = normalise(r[i], own, base + SCALE_AT + column * 4);
+    }
+  }
+  cluster_leave();
+}

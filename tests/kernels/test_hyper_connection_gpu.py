@@ -1,0 +1,177 @@
+"""The streamed hyper-connection kernels: layout on the CPU, cubins without a GPU, results on one."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from stepfloor.kernels import hc_down as hc_down_module
+from stepfloor.kernels import hc_mix as hc_mix_module
+from stepfloor.kernels._jit import compile_cuda, missing_for_cuda
+from stepfloor.kernels._stream import ROW_CAPACITIES, SHARED_LIMIT, pack_tape
+from stepfloor.kernels.hc_down import (
+    DownPlan,
+    StreamedDown,
+    hc_down,
+    hc_down_inputs,
+    hc_down_reference,
+    hc_down_repack,
+    plan_down,
+)
+from stepfloor.kernels.hc_mix import (
+    StreamedMix,
+    hc_mix,
+    hc_mix_inputs,
+    hc_mix_reference,
+    hc_mix_repack,
+    pack_mix,
+    plan_mix,
+    unpack_mix,
+)
+from tests.kernels.streamed import down_faults, mix_faults
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+NO_NVRTC = missing_for_cuda()
+ROWS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 40)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("multiprocessors", [48, 114, 132, 188])
+def test_plans_of_the_model(parts: int, multiprocessors: int) -> None:
+    """No wasted bytes, no second wave, no kernel a multiprocessor cannot hold, no sum that depends on the GPU."""
+    plan = plan_down(324, 320, 4, 2560, multiprocessors, parts)
+    assert plan.stream.blocks <= multiprocessors
+    assert (plan.stream.split, plan.stream.steps) == (4 * parts, 10 // parts)
+    mix = plan_mix(2560, 4, 320, multiprocessors)
+    assert mix.blocks <= multiprocessors
+    assert (mix.stream.slices, mix.stream.steps) == (2, 5)
+    if multiprocessors == 132:
+        assert plan.stream.tape_bytes <= 1.04 * 2 * 324 * 10240
+        assert mix.stream.tape_bytes == 2 * 320 * 10240
+        for capacity in ROW_CAPACITIES:
+            assert hc_down_module.shared_bytes(plan, capacity) <= SHARED_LIMIT
+            assert hc_mix_module.shared_bytes(mix, capacity) <= SHARED_LIMIT
+
+
+@pytest.mark.parametrize(("d", "multiprocessors", "slices"), [(46, 3, 2), (46, 3, 1), (2560, 132, 2), (7, 16, 1)])
+def test_mix_tape_is_a_permutation(d: int, multiprocessors: int, slices: int) -> None:
+    up = torch.randn(4 * d, 64).to(torch.bfloat16)
+    plan = plan_mix(d, 4, 64, multiprocessors, slices)
+    tape = pack_mix(up, plan)
+    assert tape.numel() == plan.stream.tape_bytes
+    assert torch.equal(unpack_mix(tape, plan), up)
+
+
+@pytest.mark.skipif(NO_NVRTC is not None, reason=NO_NVRTC or "")
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
+@pytest.mark.parametrize("capacity", [1, 8, 16])
+def test_compiles(capacity: int, arch: str, tmp_path: Path) -> None:
+    plan, mix = plan_down(324, 320, 4, 2560, 132), plan_mix(2560, 4, 320, 132)
+    for source, macros in (
+        ("hc_down.cu", hc_down_module.kernel_macros(plan, capacity, True)),
+        ("hc_down.cu", hc_down_module.kernel_macros(plan_down(320, 320, 4, 2560, 132, 2, False), capacity, False)),
+        ("hc_mix.cu", hc_mix_module.kernel_macros(mix, capacity)),
+    ):
+        assert compile_cuda(source, macros, arch, tmp_path).startswith(b"\x7fELF")
+
+
+def test_repack_stays_with_torch_where_it_must(caplog: pytest.LogCaptureFixture) -> None:
+    down = hc_down_inputs(1, 16, 8, "bf16", torch.bfloat16, "cpu")["down"]
+    up = hc_mix_inputs(1, 16, 8, "bf16", torch.bfloat16, "cpu")["up"]
+    with caplog.at_level("INFO"):
+        assert hc_down_repack(down, 8, 4, "cpu")[0].data is down[0].data
+        assert hc_mix_repack(up, 4, "cpu")[0].data is up[0].data
+    assert caplog.text.count("stays with torch") == 2
+
+
+def test_streamed_weights_on_the_cpu_are_the_reference() -> None:
+    inputs = hc_down_inputs(3, 256, 20, "bf16", torch.bfloat16, "cpu")
+    plan = plan_down(24, 20, 4, 256, 8)
+    streamed = StreamedDown(plan, pack_tape(inputs["down"][0].data, plan.stream), Path())
+    for ours, wanted in zip(hc_down(**{**inputs, "down": (streamed,)}), hc_down_reference(**inputs), strict=True):
+        assert torch.equal(ours, wanted)
+    mixed = hc_mix_inputs(3, 46, 64, "bf16", torch.bfloat16, "cpu")
+    mix = plan_mix(46, 4, 64, 3)
+    up = StreamedMix(mix, pack_mix(mixed["up"][0].data, mix), Path())
+    assert torch.equal(hc_mix(**{**mixed, "up": (up,)}), hc_mix_reference(**mixed))
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize("write", [True, False])
+@pytest.mark.parametrize("inject", [True, False])
+def test_down_against_the_reference(write: bool, inject: bool, tmp_path: Path) -> None:
+    inputs = hc_down_inputs(80, 2560, 320, "bf16", torch.bfloat16, "cuda", write)
+    weight = inputs["down"][0]
+    if not inject:
+        weight = hc_down_module.PackedWeight("bf16", (320, 10240), weight.data[:320].contiguous())
+    down = hc_down_repack((weight,), 320, 4, "cuda", tmp_path)
+    assert isinstance(down[0], StreamedDown)
+    wanted = hc_down_reference(**{**inputs, "down": (weight,)})
+    full: tuple[Tensor, ...] | None = None
+    for rows in reversed(ROWS):
+        part = {name: t[:rows] for name in ("residual", "y", "y_weights") if (t := inputs[name]) is not None}
+        ours = hc_down(**{**inputs, **part, "down": down})
+        assert down_faults(ours, [t[:rows] for t in wanted], weight, True) == []
+        full = ours if full is None else full
+        assert all(torch.equal(a, b[:rows]) for a, b in zip(ours, full, strict=True))
+    library = hc_down(**{**inputs, "down": down})
+    assert down_faults(library, wanted, weight, False) == []
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize(
+    "plan", [plan_down(324, 320, 4, 2560, 132, p, f) for p in (1, 2) for f in (True, False)], ids=str
+)
+def test_every_plan_of_down(plan: DownPlan, tmp_path: Path) -> None:
+    inputs = hc_down_inputs(16, 2560, 320, "bf16", torch.bfloat16, "cuda")
+    weight = inputs["down"][0]
+    down = StreamedDown(plan, pack_tape(weight.data, plan.stream), tmp_path)
+    torch.cuda.synchronize()
+    ours = hc_down(**{**inputs, "down": (down,)})
+    assert down_faults(ours, hc_down_reference(**inputs), weight, plan.norm_first) == []
+
+
+@pytest.mark.gpu
+@GPU
+def test_mix_against_the_reference(tmp_path: Path) -> None:
+    inputs = hc_mix_inputs(80, 2560, 320, "bf16", torch.bfloat16, "cuda")
+    up = hc_mix_repack(inputs["up"], 4, "cuda", tmp_path)
+    assert isinstance(up[0], StreamedMix)
+    wanted = hc_mix_reference(**inputs)
+    full = hc_mix(inputs["low"][:40], inputs["normed"][:40], up, 4)
+    for rows in ROWS:
+        low, normed = inputs["low"][:rows], inputs["normed"][:rows]
+        ours = hc_mix(low, normed, up, 4)
+        assert mix_faults(ours, wanted[:rows], low, normed, inputs["up"][0]) == []
+        assert torch.equal(ours, full[:rows])
+    assert mix_faults(hc_mix(**{**inputs, "up": up}), wanted, inputs["low"], inputs["normed"], inputs["up"][0]) == []
+
+
+@pytest.mark.gpu
+@GPU
+def test_graph_replay_of_dependent_pairs_equals_eager(tmp_path: Path) -> None:
+    """A kernel that starts early must still wait for its input."""
+    inputs = hc_down_inputs(4, 2560, 320, "bf16", torch.bfloat16, "cuda")
+    down = hc_down_repack(inputs["down"], 320, 4, "cuda", tmp_path)
+    up = hc_mix_repack(hc_mix_inputs(4, 2560, 320, "bf16", torch.bfloat16, "cuda")["up"], 4, "cuda", tmp_path)
+
+    def chain() -> tuple[Tensor, ...]:
+        residual, y, weights = inputs["residual"], inputs["y"], inputs["y_weights"]
+        for _ in range(6):
+            given = {"residual": residual, "y": y, "y_weights": weights, "down": down}
+            residual, normed, low, weights = hc_down(**{**inputs, **given})
+            y = hc_mix(low, normed, up, 4)
+        return residual, y, weights
+
+    eager = chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain()
+    for _ in range(3):
+        for t in captured:
+            t.fill_(float("nan"))
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(captured, eager, strict=True))

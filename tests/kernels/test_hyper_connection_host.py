@@ -1,0 +1,126 @@
+"""`hc_down.cu` and `hc_mix.cu` run on the CPU, built against `host/stream.cuh` with a thread for every lane.
+
+Guards against wrong addresses, sizes of shared memory, fragments and rounding, and against sums that depend on the
+number of rows. Races and what the copy engine may do late are for the GPU tests.
+"""
+
+import ctypes
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from stepfloor.kernels import hc_down as hc_down_module
+from stepfloor.kernels import hc_mix as hc_mix_module
+from stepfloor.kernels._stream import pack_tape
+from stepfloor.kernels.hc_down import hc_down_inputs, hc_down_reference, plan_down
+from stepfloor.kernels.hc_mix import hc_mix_inputs, hc_mix_reference, pack_mix, plan_mix, unpack_mix
+from tests.kernels.streamed import down_faults, mix_faults
+
+HOST = Path(__file__).parent / "host"
+COMPILER = shutil.which("g++")
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no g++ to build the kernel for the host")
+
+ENTRY = """
+extern "C" int run(const Arguments* a, const u64* ranges, int count, u64 shared_bytes) {
+  readable.clear();
+  for (int i = 0; i < count; i++) readable.push_back({(const u8*)ranges[2 * i], ranges[2 * i + 1]});
+  return run_grid(%s, THREADS, shared_bytes, [=] { %s(*a); });
+}
+"""
+
+
+@needs_compiler
+@pytest.mark.parametrize(("parts", "norm_first"), [(1, True), (1, False), (2, True), (2, False)])
+def test_down_on_the_host(parts: int, norm_first: bool, tmp_path: Path) -> None:
+    inputs = hc_down_inputs(10, 512, 24, "bf16", torch.bfloat16, "cpu")
+    weight = inputs["down"][0]
+    plan = plan_down(28, 24, 4, 512, 8 * parts, parts, norm_first)
+    assert plan.stream.groups == 2
+    tape = pack_tape(weight.data, plan.stream)
+    reference = hc_down_reference(**inputs)
+    outputs = []
+    for capacity, count in ((1, 1), (4, 3), (8, 8), (16, 10)):
+        library = build(
+            "hc_down", hc_down_module.kernel_macros(plan, capacity, True), "GROUPS * SPLIT, SPLIT", tmp_path
+        )
+        rows = {name: inputs[name][:count].clone() for name in ("residual", "y", "y_weights")}
+        out = [torch.full((count + 1, width), torch.nan, dtype=torch.bfloat16) for width in (2048, 2048, 24, 4)]
+        packed = hc_down_module.pack_arguments(tape, inputs["norm_scale"], *rows.values(), *out, inputs["eps"])
+        reads = [tape, inputs["norm_scale"], *rows.values()]
+        assert run(library, packed, reads, hc_down_module.shared_bytes(plan, capacity)) == 0
+        assert all(bool(t[count:].isnan().all()) for t in out)
+        out = [t[:count] for t in out]
+        assert down_faults(out, [t[:count] for t in reference], weight, norm_first) == []
+        outputs.append(out)
+    for fewer in outputs[:-1]:
+        assert all(torch.equal(a, b[: a.shape[0]]) for a, b in zip(fewer, outputs[-1], strict=True))
+
+
+@needs_compiler
+def test_down_without_a_write_and_without_inject_rows(tmp_path: Path) -> None:
+    inputs = hc_down_inputs(3, 256, 20, "bf16", torch.bfloat16, "cpu", write=False)
+    weight = hc_down_module.PackedWeight("bf16", (20, 1024), inputs["down"][0].data[:20].contiguous())
+    plan = plan_down(20, 20, 4, 256, 8)
+    tape = pack_tape(weight.data, plan.stream)
+    library = build("hc_down", hc_down_module.kernel_macros(plan, 4, False), "GROUPS * SPLIT, SPLIT", tmp_path)
+    residual = inputs["residual"]
+    normed, low = torch.empty_like(residual), torch.empty((3, 20), dtype=torch.bfloat16)
+    nothing = residual.new_empty((3, 0))
+    packed = hc_down_module.pack_arguments(
+        tape, inputs["norm_scale"], residual, None, None, residual, normed, low, nothing, inputs["eps"]
+    )
+    reads = [tape, inputs["norm_scale"], residual]
+    assert run(library, packed, reads, hc_down_module.shared_bytes(plan, 4)) == 0
+    reference = hc_down_reference(**{**inputs, "down": (weight,)})
+    assert down_faults([residual, normed, low, nothing], reference, weight, True) == []
+
+
+@needs_compiler
+@pytest.mark.parametrize("slices", [1, 2])
+def test_mix_on_the_host(slices: int, tmp_path: Path) -> None:
+    inputs = hc_mix_inputs(10, 46, 64, "bf16", torch.bfloat16, "cpu")
+    weight = inputs["up"][0]
+    plan = plan_mix(46, 4, 64, 3, slices)  # the last block has a dead channel or two
+    tape = pack_mix(weight.data, plan)
+    assert torch.equal(unpack_mix(tape, plan), weight.data)
+    reference = hc_mix_reference(**inputs)
+    outputs = []
+    for capacity, count in ((1, 1), (4, 3), (8, 8), (16, 10)):
+        library = build(
+            "hc_mix", hc_mix_module.kernel_macros(plan, capacity), "(D + COLUMNS - 1) / COLUMNS, 1", tmp_path
+        )
+        low, normed = inputs["low"][:count].clone(), inputs["normed"][:count].clone()
+        out = torch.full((count + 1, 46), torch.nan, dtype=torch.bfloat16)
+        packed = hc_mix_module.pack_arguments(tape, low, normed, out)
+        assert run(library, packed, [tape, low, normed], hc_mix_module.shared_bytes(plan, capacity)) == 0
+        assert bool(out[count:].isnan().all())
+        assert mix_faults(out[:count], reference[:count], low, normed, weight) == []
+        outputs.append(out[:count])
+    for fewer in outputs[:-1]:
+        assert torch.equal(fewer, outputs[-1][: fewer.shape[0]])
+
+
+def build(name: str, macros: dict[str, int], grid: str, directory: Path) -> ctypes.CDLL:
+    """One kernel as a shared library."""
+    text = (Path(hc_down_module.__file__).parent / f"{name}.cu").read_text(encoding="utf-8")
+    text = re.sub(r"extern __shared__ .*? shared\[\];", "u8* shared = block_shared;", text)
+    source = directory / f"{name}{macros['X_ROWS']}.cpp"
+    source.write_text(text + ENTRY % (grid, f"{name}_kernel"), encoding="utf-8")
+    target = source.with_suffix(".so")
+    options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", "-I", str(HOST)]
+    defines = [f"-D{macro}={value}" for macro, value in macros.items()]
+    subprocess.run([str(COMPILER), *options, *defines, "-o", str(target), str(source)], check=True)
+    return ctypes.CDLL(str(target))
+
+
+def run(library: ctypes.CDLL, packed: bytes, reads: list[Tensor], shared_bytes: int) -> int:
+    """Run a kernel that may read these tensors only; the number of faults."""
+    ranges = [value for t in reads for value in (t.data_ptr(), t.numel() * t.element_size())]
+    table = (ctypes.c_uint64 * len(ranges))(*ranges)
+    library.run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64]
+    return int(library.run(ctypes.create_string_buffer(packed), table, len(reads), shared_bytes))
