@@ -120,7 +120,9 @@ def test_down_on_the_host(n: int, k: int, shared_k: int, count: int, tmp_path: P
     ids = choices(20, count, topk)
     weights = torch.rand(20, topk, generator=make).to(torch.bfloat16)
     exact = torch.einsum("tj,tji,tjdi->td", weights.double(), hidden.double(), weight.dequantize().double()[ids])
-    size = torch.einsum("tj,tji,tjdi->td", weights.double(), hidden.double().abs(), weight.dequantize().double()[ids].abs())
+    size = torch.einsum(
+        "tj,tji,tjdi->td", weights.double(), hidden.double().abs(), weight.dequantize().double()[ids].abs()
+    )
     shared = None
     if shared_k:
         matrix = quantize(torch.randn(n, shared_k, generator=make) / shared_k**0.5, "bf16")

@@ -1,4 +1,4 @@
-"""What the routed experts' kernels share: NVFP4 matrices in the order in which they are streamed, and their list's size.
+"""What the routed experts' kernels share: NVFP4 matrices in streamed order, and the size of their list.
 
 Source: include/experts.cuh, which reads these bytes and describes a step; formats.codec for NVFP4 as stored.
 """
@@ -99,7 +99,9 @@ def _pieces(codes: Tensor, scales: Tensor, slices: int, steps: int, paired: bool
     codes = _to_tiles(F.pad(codes, (0, wide - codes.shape[-1])), paired)
     scales = _to_tiles(F.pad(scales, (0, wide // 16 - scales.shape[-1])), paired)
     count, tiles = codes.shape[:2]
-    cut = codes.reshape(count, tiles, 2, 8, slices, steps, 2, 4, 4, 2)  # e, tile, half, g, slice, step, sub, t, pair, odd
+    cut = codes.reshape(
+        count, tiles, 2, 8, slices, steps, 2, 4, 4, 2
+    )  # e, tile, half, g, slice, step, sub, t, pair, odd
     words = torch.zeros(cut.shape[:-2], dtype=torch.int32, device=codes.device)
     for pair, (sign_at, rest_at) in enumerate(zip(_SIGN_AT, _REST_AT, strict=True)):
         placed = (cut[..., pair, :] >> 3 << sign_at) | ((cut[..., pair, :] & 7) << rest_at)

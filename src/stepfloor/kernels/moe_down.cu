@@ -65,12 +65,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) moe_down_kernel(co
   const u32 ring = shared_address(shared) + warp * SLOTS * SLOT_BYTES;
   const u32 barriers = shared_address((u8*)&list + LIST_BYTES) + warp * SLOTS * 8;
   const u64 policy = evict_first_policy();
+  if (PADDED)  // columns that no copy fills
+    for (int i = lane; i < SLOTS * SLOT_BYTES / 4; i += 32) ((u32*)(shared + warp * SLOTS * SLOT_BYTES))[i] = 0;
+  __syncwarp();
   if (lane == 0) {
     for (int i = 0; i < SLOTS; i++) barrier_init(barriers + 8 * i, 1);
     barrier_init_done();
   }
-  if (PADDED)  // columns that no copy fills
-    for (int i = lane; i < SLOTS * SLOT_BYTES / 4; i += 32) ((u32*)(shared + warp * SLOTS * SLOT_BYTES))[i] = 0;
   list.clear();
   const int units = list.build(a.ids, a.rows) * TILES;
 

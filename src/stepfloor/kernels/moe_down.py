@@ -237,7 +237,9 @@ def plan_down(
     total = n // 16
     blocks = multiprocessors * (2 if cluster == 8 else 1)
     tiles = next(d for d in range(-(-total // max(1, blocks // cluster)), total + 1) if total % d == 0)
-    return DownPlan(n, k, shared_k, down.tape.shape[0], topk, capacity, cluster, tiles, warps, 3 if capacity <= 4 else 2)
+    return DownPlan(
+        n, k, shared_k, down.tape.shape[0], topk, capacity, cluster, tiles, warps, 3 if capacity <= 4 else 2
+    )
 
 
 def down_rows(
@@ -248,7 +250,7 @@ def down_rows(
     shared: tuple[Tensor, Tensor, TiledShared] | None,
     plan: DownPlan | None = None,
 ) -> Tensor:
-    """Queue the kernel for hidden [T, topk, I] bf16; shared is the hidden rows, gate and matrix of the shared expert."""
+    """Queue the kernel for hidden [T, topk, I] bf16; shared is the shared expert's hidden rows, gate and matrix."""
     count, topk = ids.shape
     hidden, ids, weights = hidden.contiguous(), ids.contiguous(), weights.contiguous()
     if shared is not None:
@@ -292,7 +294,9 @@ def down_launch(plan: DownPlan, device: torch.device, cache_dir: Path, dependent
     """The compiled kernel, once a process."""
     cubin = compile_cuda("moe_down.cu", plan.macros, device_arch(device), cache_dir)
     name, threads = "moe_down_kernel", plan.warps * 32
-    return Launch(cubin, name, device, plan.blocks, threads, plan.shared_bytes, cluster=plan.cluster, dependent=dependent)
+    return Launch(
+        cubin, name, device, plan.blocks, threads, plan.shared_bytes, cluster=plan.cluster, dependent=dependent
+    )
 
 
 def _fused(shared_down: Sequence[PackedWeight | TiledShared]) -> TiledShared | None:

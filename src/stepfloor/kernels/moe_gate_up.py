@@ -37,7 +37,10 @@ WARPS = 8
 
 @dataclass(frozen=True, slots=True)
 class GateUpPlan:
-    """What `moe_gate_up.cu` is specialised for; see its macros. All plans of a weight give a row the same bits."""
+    """What `moe_gate_up.cu` is specialised for; see its macros. All plans of a weight give a row the same bits.
+
+    lean  so few registers that a block of moe_down fits beside two of these and can request its weights early
+    """
 
     k: int
     channels: int
@@ -46,6 +49,7 @@ class GateUpPlan:
     rows: int
     gather: bool
     slots: int
+    lean: bool = False
 
     @property
     def steps(self) -> int:
@@ -77,7 +81,7 @@ class GateUpPlan:
             "ROWS": self.rows,
             "GATHER": int(self.gather),
             "SLOTS": self.slots,
-            "PER_SM": self.per_multiprocessor,
+            "PER_SM": 3 if self.lean else self.per_multiprocessor,
             "LIST_BYTES": list_bytes(self.experts, self.topk, self.rows),
         }
 
