@@ -2,10 +2,10 @@
 
     PYTHONPATH=src python3 -m benchmarks.experts [--json FILE]
 
-1. Every family is checked in a process of its own: float64, NaN around inputs and outputs, a row's bits for every M, for
-   every plan, beside other rows and alone; and chains in which kernels start early. What is wrong gets no times.
-2. CUDA-graph replays over 12 layers of weights of their own, rounds in alternating order, medians. Each candidate alone,
-   then pairs of gate/up and down. Fractions are of `--bandwidth`, what one H200 reads.
+1. Every family is checked in a process of its own: float64, NaN around the rows, a row's bits for every M and plan,
+   beside other rows and alone; and chains in which kernels start early. What is wrong gets no times.
+2. CUDA-graph replays over 12 layers of weights of their own, rounds in alternating order, medians. Each candidate
+   alone, then pairs of gate/up and down. Fractions are of `--bandwidth`, what one H200 reads.
 """
 
 import argparse

@@ -18,9 +18,13 @@ MAX_ROWS = 80  # rows of one launch
 SHARED_LIMIT = 227 * 1024
 SHARED_LIMIT_OF_TWO = 113 * 1024
 STEP_BYTES = 576
-# where decode_eight looks for the sign and the other three bits of each pair of codes
-_SIGN_AT = (15, 11, 9, 10)
-_REST_AT = (6, 3, 0, 12)
+# where decode_eight looks for the bits of each pair of codes, the even column's first: sign, then highest to lowest
+_BITS_AT = (
+    ((15, 8, 7, 6), (31, 24, 23, 22)),
+    ((9, 2, 1, 0), (25, 18, 17, 16)),
+    ((5, 30, 29, 28), (21, 14, 13, 12)),
+    ((11, 4, 3, 26), (27, 20, 19, 10)),
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,11 +82,9 @@ def unpack_experts(tiled: TiledExperts) -> PackedWeight:
         part = slice(first, first + 8)
         tape = tiled.tape[part]
         words = tape[..., : steps * 512].contiguous().view(torch.int32)
-        words = words.reshape(-1, tiles, slices, steps, 8, 4, 2, 2, 1)
-        halves = torch.cat((words, words >> 16), -1).unsqueeze(-2)  # [.., 1, 2]
-        sign = torch.stack([halves[..., 0, :] >> at & 1 for at in _SIGN_AT], -2)
-        rest = torch.stack([halves[..., 0, :] >> at & 7 for at in _REST_AT], -2)
-        codes = (sign << 3 | rest).flatten(-2)  # [e, tile, slice, step, g, t, half, sub, 8]
+        words = words.reshape(-1, tiles, slices, steps, 8, 4, 2, 2)  # e, tile, slice, step, g, t, half, sub
+        columns = [sum((words >> at & 1) << 3 - rank for rank, at in enumerate(b)) for p in _BITS_AT for b in p]
+        codes = torch.stack([torch.as_tensor(column) for column in columns], -1)
         codes = codes.permute(0, 1, 6, 4, 2, 3, 7, 5, 8).reshape(-1, tiles, 16, slices * steps * 64)
         held = tape[..., steps * 512 :].reshape(-1, tiles, slices, steps, 8, 2, 2, 2).to(torch.int32)
         held = held.permute(0, 1, 6, 4, 2, 3, 7, 5).reshape(-1, tiles, 16, slices * steps * 4)
@@ -103,9 +105,10 @@ def _pieces(codes: Tensor, scales: Tensor, slices: int, steps: int, paired: bool
         count, tiles, 2, 8, slices, steps, 2, 4, 4, 2
     )  # e, tile, half, g, slice, step, sub, t, pair, odd
     words = torch.zeros(cut.shape[:-2], dtype=torch.int32, device=codes.device)
-    for pair, (sign_at, rest_at) in enumerate(zip(_SIGN_AT, _REST_AT, strict=True)):
-        placed = (cut[..., pair, :] >> 3 << sign_at) | ((cut[..., pair, :] & 7) << rest_at)
-        words |= placed[..., 0] | placed[..., 1] << 16
+    for pair, places in enumerate(_BITS_AT):
+        for odd, bits in enumerate(places):
+            for rank, at in enumerate(bits):
+                words |= (cut[..., pair, odd] >> (3 - rank) & 1) << at
     words = words.permute(0, 1, 4, 5, 3, 7, 2, 6)  # e, tile, slice, step, g, t, half, sub
     cut = scales.reshape(count, tiles, 2, 8, slices, steps, 2, 2)  # e, tile, half, g, slice, step, sub, block
     held = cut.permute(0, 1, 4, 5, 3, 7, 2, 6)

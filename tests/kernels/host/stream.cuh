@@ -196,6 +196,7 @@ inline u32 multiply_bf16(u32 a, u32 b) {
   const u32 low = to_bf16(bf16_of(a, 0) * bf16_of(b, 0)), high = to_bf16(bf16_of(a, 1) * bf16_of(b, 1));
   return low | high << 16;
 }
+inline u32 rotate_left(u32 word, int bits) { return word << bits | word >> (32 - bits); }
 inline u32 spread_byte(u32 word, int index) { return (word >> 8 * index & 0xff) * 0x10001u; }
 inline void cluster_sync() { cluster_barrier->arrive_and_wait(); }
 inline float load_peer(u32 address, u32 rank) {

@@ -11,13 +11,13 @@
 
 constexpr float SCALE_REST = 128.f;
 
-// In each half of a word: pair 0 has its sign at 15 and the rest at 8-6, pair 1 at 11 and 5-3, pair 2 at 9 and 2-0, pair 3 at
-// 10 and 14-12. The low half holds the even columns.
+// Each bit of a word is where one of four rotations brings it into place for two codes; pair 3 needs two of them, because
+// no four of the patterns {15, 8, 7, 6} tile 16 bits. The low half of a pair is the even column. _experts.py has the places.
 DEVICE void decode_eight(u32 codes, u32 scale, u32 (&pairs)[4]) {
   pairs[0] = codes & 0x81c081c0u;
-  pairs[1] = ((codes << 3) & 0x01c001c0u) | ((codes << 4) & 0x80008000u);
-  pairs[2] = (codes << 6) & 0x81c081c0u;
-  pairs[3] = ((codes >> 6) & 0x01c001c0u) | ((codes << 5) & 0x80008000u);
+  pairs[1] = (codes << 6) & 0x81c081c0u;
+  pairs[2] = rotate_left(codes, 10) & 0x81c081c0u;
+  pairs[3] = ((codes << 4) & 0x81808180u) | (rotate_left(codes, 12) & 0x00400040u);
 #pragma unroll
   for (int i = 0; i < 4; i++) pairs[i] = multiply_bf16(pairs[i], scale);
 }

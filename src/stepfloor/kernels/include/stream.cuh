@@ -142,6 +142,8 @@ DEVICE u32 multiply_bf16(u32 a, u32 b) {
   return c;
 }
 
+DEVICE u32 rotate_left(u32 word, int bits) { return __funnelshift_l(word, word, bits); }
+
 // Byte `index` of a word in both halves, zero-extended.
 DEVICE u32 spread_byte(u32 word, int index) { return __byte_perm(word, 0, index * 0x0101 + 0x4040); }
 
