@@ -27,7 +27,15 @@ from torch import Tensor
 
 from benchmarks.linear import capture, describe, medians_us, read_bandwidth, say
 from stepfloor.formats.codec import PackedWeight
-from stepfloor.kernels._experts import MAX_ROWS, SHARED_LIMIT, STEP_BYTES, TiledExperts, pack_experts
+from stepfloor.kernels._experts import (
+    CAPACITIES,
+    MAX_ROWS,
+    SHARED_LIMIT,
+    STEP_BYTES,
+    TiledExperts,
+    capacity_for,
+    pack_experts,
+)
 from stepfloor.kernels._jit import compile_cuda, device_arch
 from stepfloor.kernels.linear import StreamedWeight, linear_repack, stream_product
 from stepfloor.kernels.moe_down import (
@@ -49,6 +57,7 @@ from stepfloor.kernels.moe_gate_up import (
     gate_up_rows,
     plan_gate_up,
 )
+from stepfloor.kernels.moe_route import moe_route_products, moe_route_products_reference
 
 EXPERTS, TOPK, D, WIDTH = 512, 10, 2560, 640
 GATE_UP_BYTES, DOWN_BYTES = 2 * WIDTH * D * 9 // 16, D * WIDTH * 9 // 16
@@ -56,7 +65,7 @@ CHECKED_ROWS = (1, 2, 4, 8, 16, 64, 80)
 # rows, distinct experts: uniform choices, and the overlap reported of real routing
 CASES = ((1, 10), (4, 33), (4, 39), (8, 74), (16, 138), (64, 367))
 TARGETS = {(1, 10): 14.5, (4, 33): 36.5, (4, 39): 42.9}  # the prototype's pair, us
-FAMILIES = ("gate_up", "gather", "down", "spill", "chain")
+FAMILIES = ("gate_up", "gather", "down", "spill", "chain", "route")
 LAYERS = 12
 
 
@@ -85,6 +94,8 @@ def main() -> int:
                 say(f"[{time.perf_counter() - begin:5.1f} s] {rows} rows, {distinct} experts done")
         del weights
         torch.cuda.empty_cache()
+    if "route" in passed:
+        say(f"route (experts, weights, shared gate and SwiGLU from the products), us: {time_route(options, device)}")
     best = report(table)
     line = {"gpu": torch.cuda.get_device_name(device), "torch": torch.__version__, "read_bytes_per_s": reads}
     line |= {"passed": sorted(passed), "failed": sorted(set(FAMILIES) - passed), "best": best}
@@ -111,7 +122,7 @@ def parse() -> argparse.Namespace:
 
 def gate_up_plans(rows: int) -> dict[str, GateUpPlan]:
     """The kernels that can serve this many rows."""
-    capacity = next(r for r in (1, 2, 4, 8, 16, MAX_ROWS) if r >= rows)
+    capacity = capacity_for(rows)
     base = GateUpPlan(D, WIDTH, EXPERTS, TOPK, capacity, capacity > 8, 2)
     found = {f"gather x {slots}": replace(base, gather=True, slots=slots) for slots in (1, 2, 3)}
     if capacity <= 8:
@@ -139,7 +150,7 @@ def compile_all(options: argparse.Namespace, device: torch.device) -> None:
     """Fill the cache from several processes; what does not compile is named and left out by its check."""
     count = torch.cuda.get_device_properties(device).multi_processor_count
     wanted: set[GateUpPlan | DownPlan] = set()
-    for rows in (1, 2, 4, 8, 16, MAX_ROWS):
+    for rows in CAPACITIES:
         wanted |= {
             *gate_up_plans(rows).values(),
             *down_plans(rows, count).values(),
@@ -195,8 +206,9 @@ def check_family(family: str, cache_dir: Path, device: torch.device) -> int:
     begin = time.perf_counter()
     checks = {"gate_up": check_gate_up, "gather": check_gate_up, "down": check_down, "spill": check_down}
     try:
-        if family == "chain":
-            worst, count, errors = 0.0, 1, check_chain(cache_dir, device)
+        if family in ("chain", "route"):
+            worst, count = 0.0, 1
+            errors = check_chain(cache_dir, device) if family == "chain" else check_route(device)
         else:
             worst, count, errors = checks[family](family, cache_dir, device)
         torch.cuda.synchronize(device)
@@ -364,7 +376,33 @@ def check_chain(cache_dir: Path, device: torch.device) -> list[str]:
     errors: list[str] = []
     for rows in (1, 4, 8, 16, 64):
         shared = rand(rows, WIDTH), rand(rows, 1).sigmoid(), matrix
-        errors += check_chain_of(rand(rows, D), rand(rows, TOPK).softmax(-1), shared, gate_up, down, dense)
+        x, weights = rand(rows, D), rand(rows, TOPK).softmax(-1)
+        count = torch.cuda.get_device_properties(device).multi_processor_count
+        first, second = gate_up_plans(rows), down_plans(rows, count)
+        pairs = {"default": (plan_gate_up(gate_up, TOPK, rows), plan_down(down, WIDTH, TOPK, rows, count))}
+        for a, b in (("lean x 1", "4/8/2"), ("lean x 1", "8/8/1"), ("held x 1", "8/6/1"), ("gather x 1", "4/16/1")):
+            if a in first and b in second:
+                pairs[f"{a} + {b}"] = first[a], second[b]
+        for name, plans in pairs.items():
+            errors += [f"{name}, {e}" for e in check_chain_of(x, weights, shared, gate_up, down, dense, plans)]
+    return errors
+
+
+def check_route(device: torch.device) -> list[str]:
+    """Choices, weights and the shared expert's first half against the reference, which runs on the CPU."""
+    products = torch.randn(MAX_ROWS, EXPERTS + 2 * WIDTH + 1, device=device).to(torch.bfloat16)
+    products[3, :EXPERTS] = 0.25
+    products[4, :EXPERTS] = products[4, :EXPERTS].round()
+    wanted = moe_route_products_reference(products.cpu(), EXPERTS, TOPK, True)
+    errors: list[str] = []
+    for rows in CHECKED_ROWS:
+        found = [t.cpu() for t in moe_route_products(products[:rows], EXPERTS, TOPK, True)]
+        if not torch.equal(found[0], wanted[0][:rows]):
+            errors.append(f"{rows} rows: other experts")
+        for name, ours, whole in zip(("weights", "hidden", "gate"), found[1:], wanted[1:], strict=True):
+            theirs = whole[:rows].float()  # one bf16 step where two exponentials differ
+            if not bool(((ours.float() - theirs).abs() <= theirs.abs() * 2**-7).all()):
+                errors.append(f"{rows} rows: {name} differ")
     return errors
 
 
@@ -375,13 +413,13 @@ def check_chain_of(
     gate_up: TiledExperts,
     down: TiledExperts,
     dense: StreamedWeight,
+    plans: tuple[GateUpPlan, DownPlan],
 ) -> list[str]:
     """Eager and replayed with early starts against eager without."""
     rows, device = x.shape[0], x.device
-    count = torch.cuda.get_device_properties(device).multi_processor_count
     ids = [random_choices(rows + layer, device)[layer:] for layer in range(6)]
     held = torch.empty_like(ids[0])
-    plan, other = plan_gate_up(gate_up, TOPK, rows), plan_down(down, WIDTH, TOPK, rows, count)
+    plan, other = plans
     outs = [torch.empty_like(x) for _ in range(24)]
     hidden = [torch.empty((rows, TOPK, WIDTH), dtype=x.dtype, device=device) for _ in range(6)]
     spilled = down_scratch(other, device)
@@ -543,6 +581,21 @@ def time_case(
             late = {f"{a} + {b}, no PDL": graph_of(firsts[a], plans[b], False)}
             add("pair late", medians_us(late, weights.count, options.rounds), read)
     return table
+
+
+def time_route(options: argparse.Namespace, device: torch.device) -> dict[int, float]:
+    """A chain of dependent routes by rows."""
+    found: dict[int, float] = {}
+    for rows in (1, 4, 16, 64):
+        products = torch.randn(rows, EXPERTS + 2 * WIDTH + 1, device=device).to(torch.bfloat16)
+
+        def run(products: Tensor = products) -> None:
+            for _ in range(48):
+                moe_route_products(products, EXPERTS, TOPK, True)
+
+        run()
+        found[rows] = round(medians_us({"": capture(run)}, 48, options.rounds)[""], 2)
+    return found
 
 
 def report(table: list[dict[str, object]]) -> dict[str, dict[str, object]]:

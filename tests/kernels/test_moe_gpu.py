@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stepfloor.formats.codec import PackedWeight
-from stepfloor.kernels._experts import MAX_ROWS, SHARED_LIMIT, TiledExperts, pack_experts
+from stepfloor.kernels._experts import SHARED_LIMIT, TiledExperts, pack_experts
 from stepfloor.kernels._jit import compile_cuda, missing_for_cuda
 from stepfloor.kernels.moe_down import (
     SLICES,
@@ -28,6 +28,7 @@ from stepfloor.kernels.moe_gate_up import (
     moe_gate_up_repack,
     plan_gate_up,
 )
+from stepfloor.kernels.moe_route import moe_route_products, moe_route_products_reference, route_macros
 from tests.kernels import test_moe_down
 
 ROWS = (1, 2, 4, 8, 16, 64, 80)
@@ -60,6 +61,28 @@ def test_compiles(rows: int, arch: str, tmp_path: Path) -> None:
     gate_up, down = plans(rows)
     assert compile_cuda("moe_gate_up.cu", gate_up.macros, arch, tmp_path).startswith(b"\x7fELF")
     assert compile_cuda("moe_down.cu", down.macros, arch, tmp_path).startswith(b"\x7fELF")
+
+
+@pytest.mark.skipif(NO_NVRTC is not None, reason=NO_NVRTC or "")
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
+def test_route_compiles(arch: str, tmp_path: Path) -> None:
+    cubin = compile_cuda("moe_route.cu", route_macros(512, 10, 640, True), arch, tmp_path)
+    assert cubin.startswith(b"\x7fELF")
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize(("experts", "topk", "channels"), [(512, 10, 640), (8, 2, 64), (37, 32, 5)])
+def test_route_is_the_reference(experts: int, topk: int, channels: int) -> None:
+    """Choices equal, ties to the lower id; values at most one bf16 step apart, where two exponentials differ."""
+    products = torch.randn(80, experts + 2 * channels + 1, device="cuda").to(torch.bfloat16)
+    products[3, :experts] = 0.25
+    found = moe_route_products(products, experts, topk, True)
+    # on the CPU: equal logits then have equal probabilities to the last bit here as there
+    wanted = moe_route_products_reference(products.cpu(), experts, topk, True)
+    assert torch.equal(found[0].cpu(), wanted[0])
+    for ours, theirs in zip(found[1:], wanted[1:], strict=True):
+        assert bool(((ours.cpu().float() - theirs.float()).abs() <= theirs.float().abs() * 2**-7).all())
 
 
 def test_repack_stays_with_torch_where_it_must(caplog: pytest.LogCaptureFixture) -> None:
@@ -163,7 +186,3 @@ def test_graph_replay_equals_eager(tmp_path: Path) -> None:
         captured.fill_(torch.nan)
         graph.replay()
         assert torch.equal(captured, eager)
-
-
-def test_rows_beyond_a_launch_are_cut() -> None:
-    assert plans(MAX_ROWS)[0].rows == MAX_ROWS

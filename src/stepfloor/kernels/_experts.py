@@ -14,7 +14,8 @@ from torch import Tensor
 from stepfloor.formats.codec import PackedWeight
 from stepfloor.kernels._jit import missing_for_cuda
 
-MAX_ROWS = 80  # rows of one launch
+CAPACITIES = (1, 2, 4, 8, 16, 80)  # most rows of each kernel
+MAX_ROWS = CAPACITIES[-1]
 SHARED_LIMIT = 227 * 1024
 SHARED_LIMIT_OF_TWO = 113 * 1024
 STEP_BYTES = 576
@@ -137,6 +138,16 @@ def _from_tiles(tiles: Tensor, paired: bool) -> Tensor:
     if not paired:
         return tiles.reshape(count, number * 16, c)
     return tiles.reshape(count, number, 2, 8, c).transpose(1, 2).reshape(count, number * 16, c)
+
+
+def capacity_for(rows: int) -> int:
+    """Most rows of the kernel that serves so many."""
+    return next(capacity for capacity in CAPACITIES if capacity >= rows)
+
+
+def capacities_up_to(rows: int) -> list[int]:
+    """Kernels that serve 1 to so many rows."""
+    return [c for c in CAPACITIES if c <= capacity_for(min(rows, MAX_ROWS))]
 
 
 def list_bytes(experts: int, topk: int, rows: int) -> int:

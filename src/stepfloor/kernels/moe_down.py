@@ -24,6 +24,8 @@ from stepfloor.kernels._experts import (
     SHARED_LIMIT_OF_TWO,
     STEP_BYTES,
     TiledExperts,
+    capacities_up_to,
+    capacity_for,
     contiguous_rows,
     list_bytes,
     pack_experts,
@@ -221,9 +223,8 @@ def moe_down_repack(
     fused = _fused(shared)
     shared_k = 0 if fused is None else fused.shape[1]
     count = torch.cuda.get_device_properties(target).multi_processor_count
-    for rows in (1, 2, 4, 8, 16, MAX_ROWS):
-        if rows < 2 * max_rows:
-            down_launch(plan_down(tiled, shared_k, topk, rows, count), target, tiled.cache_dir)
+    for rows in capacities_up_to(max_rows):
+        down_launch(plan_down(tiled, shared_k, topk, rows, count), target, tiled.cache_dir)
     torch.cuda.synchronize(target)
     return tiled, shared
 
@@ -233,7 +234,7 @@ def plan_down(
 ) -> DownPlan:
     """The kernel for this many rows: one wave of clusters, every cluster with the same tiles."""
     n, k = down.shape
-    capacity = next(r for r in (1, 2, 4, 8, 16, MAX_ROWS) if r >= rows)
+    capacity = capacity_for(rows)
     total = n // 16
     blocks = multiprocessors * (2 if cluster == 8 else 1)
     tiles = next(d for d in range(-(-total // max(1, blocks // cluster)), total + 1) if total % d == 0)

@@ -21,6 +21,8 @@ from stepfloor.kernels._experts import (
     SHARED_LIMIT_OF_TWO,
     STEP_BYTES,
     TiledExperts,
+    capacities_up_to,
+    capacity_for,
     contiguous_rows,
     list_bytes,
     pack_experts,
@@ -131,9 +133,8 @@ def moe_gate_up_repack(
     if target.index is None:
         target = torch.device(target.type, torch.cuda.current_device())
     tiled = pack_experts(weight.to(target), WARPS, True, cache_dir or default_cache_dir())
-    for rows in (1, 2, 4, 8, 16, MAX_ROWS):
-        if rows < 2 * max_rows:
-            gate_up_launch(plan_gate_up(tiled, topk, rows), target, tiled.cache_dir)
+    for rows in capacities_up_to(max_rows):
+        gate_up_launch(plan_gate_up(tiled, topk, rows), target, tiled.cache_dir)
     torch.cuda.synchronize(target)
     return tiled
 
@@ -141,7 +142,7 @@ def moe_gate_up_repack(
 def plan_gate_up(gate_up: TiledExperts, topk: int, rows: int) -> GateUpPlan:
     """The kernel for this many rows."""
     n, k = gate_up.shape
-    capacity = next(r for r in (1, 2, 4, 8, 16, MAX_ROWS) if r >= rows)
+    capacity = capacity_for(rows)
     gather = capacity > 8
     return GateUpPlan(k, n // 2, gate_up.tape.shape[0], topk, capacity, gather, 2 if gather else 3)
 

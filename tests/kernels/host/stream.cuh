@@ -163,6 +163,17 @@ inline int __shfl_up_sync(u32, int value, int distance) {
   return found;
 }
 
+template <class T> T __shfl_xor_sync(u32, T value, int distance) {
+  Warp& w = *block->warps[threadIdx.x / 32];
+  const int lane = threadIdx.x % 32;
+  T found;
+  memcpy(&w.a[lane][0], &value, 4);
+  w.sync.arrive_and_wait();
+  memcpy(&found, &w.a[lane ^ distance][0], 4);
+  w.sync.arrive_and_wait();
+  return found;
+}
+
 inline float bf16_of(u32 word, int high) {
   const u32 bits = high ? word & 0xffff0000u : word << 16;
   float value;
