@@ -216,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) gdn_decode_kernel(
   }
   copies_wait<0>();
   __syncthreads();
-  if (CLUSTER > 1) cluster_arrive();  // this block has read all rows that others may overwrite
+  if (CLUSTER > 1) cluster_arrive_apart();  // this block has read all rows that others may overwrite
 
 #pragma unroll
   for (int turn = 0; turn < PAIR_TURNS; turn++) {
@@ -282,7 +282,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) gdn_decode_kernel(
     }
   }
 
-  if (CLUSTER > 1) cluster_wait();  // all of them have read, and their shared memory exists
+  if (CLUSTER > 1) cluster_wait_apart();  // all of them have read, and their shared memory exists
   u16* const raw_to = a.raw_to + slot * (HISTORY + KEPT) * CHANNELS;
   for (int i = tid; i < (HISTORY + ROWS) * PIECES; i += THREADS) {
     const int row = i / PIECES, piece = i % PIECES;
@@ -320,8 +320,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) gdn_decode_kernel(
     }
   }
   if (PARTS > 1) {
-    cluster_arrive();
-    cluster_wait();
+    cluster_arrive_apart();
+    cluster_wait_apart();
   } else {
     __syncthreads();
   }

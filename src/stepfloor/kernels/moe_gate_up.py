@@ -1,13 +1,91 @@
 """First half of the routed experts: h[t, j] = silu(x G_eᵀ) * (x U_eᵀ) for each chosen expert e = ids[t, j].
 
 Source: transformers 5.24, Qwen4ExpTextExperts.forward.
+
+On a GPU NVFP4 experts are repacked once, at load, into the order in which `moe_gate_up.cu` streams them; it finds the
+distinct experts from the ids itself. It keeps gate and up in float32 and rounds once, where the reference rounds gate,
+up, silu and the product: in bf16 the two may differ by 4 * 2**-8 of the value and what gate's rounding does to silu.
 """
+
+import logging
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from stepfloor.formats.codec import PackedWeight, quantize
+from stepfloor.kernels._experts import (
+    MAX_ROWS,
+    SHARED_LIMIT_OF_TWO,
+    STEP_BYTES,
+    TiledExperts,
+    capacities_up_to,
+    capacity_for,
+    contiguous_rows,
+    list_bytes,
+    pack_experts,
+    pack_pointers,
+    why_not_tiled,
+)
+from stepfloor.kernels._jit import Launch, compile_cuda, default_cache_dir, device_arch
 from stepfloor.kernels._torch import expert_product, expert_tiles, silu
+
+logger = logging.getLogger(__name__)
+
+WARPS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class GateUpPlan:
+    """What `moe_gate_up.cu` is specialised for; see its macros. All plans of a weight give a row the same bits.
+
+    lean  so few registers that a block of moe_down fits beside two of these and can request its weights early
+    """
+
+    k: int
+    channels: int
+    experts: int
+    topk: int
+    rows: int
+    gather: bool
+    slots: int
+    lean: bool = False
+
+    @property
+    def steps(self) -> int:
+        """64-column steps of a warp."""
+        return -(-self.k // (64 * WARPS))
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block, as the kernel lays it out."""
+        columns = 8 if self.gather else self.rows
+        slot = self.steps * STEP_BYTES + (8 * (self.steps * 128 + 64) if self.gather else 0)
+        sums = WARPS * WARPS * 16 * (columns + 1) * 4
+        return WARPS * self.slots * (slot + 8) + sums + list_bytes(self.experts, self.topk, self.rows)
+
+    @property
+    def per_multiprocessor(self) -> int:
+        """Blocks of a multiprocessor."""
+        return 2 if self.shared_bytes <= SHARED_LIMIT_OF_TWO else 1
+
+    @property
+    def macros(self) -> dict[str, int]:
+        """The macros that specialise the kernel."""
+        return {
+            "K": self.k,
+            "CHANNELS": self.channels,
+            "EXPERTS": self.experts,
+            "TOPK": self.topk,
+            "STEPS": self.steps,
+            "ROWS": self.rows,
+            "GATHER": int(self.gather),
+            "SLOTS": self.slots,
+            "PER_SM": 3 if self.lean else self.per_multiprocessor,
+            "LIST_BYTES": list_bytes(self.experts, self.topk, self.rows),
+        }
 
 
 def moe_gate_up_reference(x: Tensor, ids: Tensor, gate_up: PackedWeight) -> Tensor:
@@ -17,12 +95,12 @@ def moe_gate_up_reference(x: Tensor, ids: Tensor, gate_up: PackedWeight) -> Tens
     return (silu(gate) * up)[tiles.place]
 
 
-def moe_gate_up(x: Tensor, ids: Tensor, gate_up: PackedWeight) -> Tensor:
+def moe_gate_up(x: Tensor, ids: Tensor, gate_up: PackedWeight | TiledExperts) -> Tensor:
     """Run each row through the gate and up projections of its experts.
 
     x        [T, D]
-    ids      [T, topk] int64
-    gate_up  E matrices [2 * I, D], gate rows first
+    ids      [T, topk] int64, those of a row all different
+    gate_up  E matrices [2 * I, D], gate rows first; tiled ones on the device of x
     Returns [T, topk, I] in the dtype of x. Raises ValueError if the shapes disagree.
     """
     if ids.shape[0] != x.shape[0] or gate_up.shape[1] != x.shape[1]:
@@ -30,7 +108,68 @@ def moe_gate_up(x: Tensor, ids: Tensor, gate_up: PackedWeight) -> Tensor:
             f"moe_gate_up wants x [T, D], ids [T, topk], matrices [2I, D]; got "
             f"{tuple(x.shape)}, {tuple(ids.shape)}, {gate_up.shape}"
         )
-    return moe_gate_up_reference(x, ids, gate_up)
+    if isinstance(gate_up, PackedWeight):
+        return moe_gate_up_reference(x, ids, gate_up)
+    if x.dtype != torch.bfloat16 or not x.is_cuda:
+        return moe_gate_up_reference(x, ids, gate_up.unpack())
+    return gate_up_rows(x, ids, gate_up)
+
+
+def moe_gate_up_repack(
+    weight: PackedWeight, topk: int, device: str | torch.device, cache_dir: Path | None = None, max_rows: int = 16
+) -> PackedWeight | TiledExperts:
+    """Move gate and up projections to a device in the form `moe_gate_up` is fastest with there; once, at load.
+
+    topk       choices of a row
+    cache_dir  where compiled kernels are kept; the user's cache directory where None
+    max_rows   kernels for up to this many rows are loaded now; others at their first call, which no graph may be
+    Returns TiledExperts, or the weight unchanged on the device with one log line saying why.
+    """
+    target = torch.device(device)
+    reason = why_not_tiled(weight, target)
+    if reason is not None:
+        logger.info("experts [%d, %d] %s stay with torch: %s", *weight.shape, weight.format, reason)
+        return weight.to(target)
+    if target.index is None:
+        target = torch.device(target.type, torch.cuda.current_device())
+    tiled = pack_experts(weight.to(target), WARPS, True, cache_dir or default_cache_dir())
+    for rows in capacities_up_to(max_rows):
+        gate_up_launch(plan_gate_up(tiled, topk, rows), target, tiled.cache_dir)
+    torch.cuda.synchronize(target)
+    return tiled
+
+
+def plan_gate_up(gate_up: TiledExperts, topk: int, rows: int) -> GateUpPlan:
+    """The kernel for this many rows."""
+    n, k = gate_up.shape
+    capacity = capacity_for(rows)
+    gather = capacity > 8
+    return GateUpPlan(k, n // 2, gate_up.tape.shape[0], topk, capacity, gather, 2 if gather else 3)
+
+
+def gate_up_rows(x: Tensor, ids: Tensor, gate_up: TiledExperts, plan: GateUpPlan | None = None) -> Tensor:
+    """Queue the kernel for x [T, D] bf16 and ids [T, topk] int64 on the weight's device."""
+    x, ids = contiguous_rows(x), ids.contiguous()
+    out = torch.empty((*ids.shape, gate_up.shape[0] // 2), dtype=x.dtype, device=x.device)
+    chosen = plan or plan_gate_up(gate_up, ids.shape[1], min(x.shape[0], MAX_ROWS))
+    launch = gate_up_launch(chosen, x.device, gate_up.cache_dir)
+    for first in range(0, x.shape[0], chosen.rows):
+        part = slice(first, first + chosen.rows)
+        launch(gate_up_arguments(x[part], ids[part], gate_up, out[part]))
+    return out
+
+
+def gate_up_arguments(x: Tensor, ids: Tensor, gate_up: TiledExperts, out: Tensor) -> bytes:
+    """struct Arguments of `moe_gate_up.cu`."""
+    return pack_pointers((gate_up.tape, x, ids, gate_up.scale, out), (x.stride(0),), x.shape[0])
+
+
+@cache
+def gate_up_launch(plan: GateUpPlan, device: torch.device, cache_dir: Path, dependent: bool = True) -> Launch:
+    """The compiled kernel, once a process."""
+    cubin = compile_cuda("moe_gate_up.cu", plan.macros, device_arch(device), cache_dir)
+    blocks = torch.cuda.get_device_properties(device).multi_processor_count * plan.per_multiprocessor
+    return Launch(cubin, "moe_gate_up_kernel", device, blocks, WARPS * 32, plan.shared_bytes, dependent=dependent)
 
 
 def moe_gate_up_inputs(

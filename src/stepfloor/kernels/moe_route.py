@@ -5,14 +5,21 @@
 
 Source: transformers 5.24, Qwen4ExpTextTopKRouter and Qwen4ExpTextSparseMoeBlock. Among equal probabilities the
 lower expert comes first; the source leaves that open.
+
+`moe_route_products` is what follows the three products, which one streamed matrix can give side by side; on a GPU it is
+`moe_route.cu`, with the source's roundings.
 """
 
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from stepfloor.formats.codec import PackedWeight, quantize
+from stepfloor.kernels._experts import pack_pointers
+from stepfloor.kernels._jit import Launch, compile_cuda, default_cache_dir, device_arch, missing_for_cuda
 from stepfloor.kernels._torch import product, sigmoid, silu
 
 
@@ -25,13 +32,68 @@ def moe_route_reference(
     renormalize: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The source's equations with the source's rounding."""
-    probability = product(x, router).softmax(-1, dtype=torch.float32)
+    products = [product(x, weights) for weights in (router, shared_gate_up, shared_gate)]
+    return moe_route_products_reference(torch.cat(products, -1), products[0].shape[-1], topk, renormalize)
+
+
+def moe_route_products_reference(
+    products: Tensor, experts: int, topk: int, renormalize: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What follows the products."""
+    logits, gate_up, shared_gate = products.split((experts, products.shape[-1] - experts - 1, 1), -1)
+    probability = logits.softmax(-1, dtype=torch.float32)
     ordered = torch.sort(probability, dim=-1, descending=True, stable=True)
     weights, ids = ordered.values[:, :topk], ordered.indices[:, :topk]
     if renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
-    gate, up = product(x, shared_gate_up).chunk(2, -1)
-    return ids, weights.to(x.dtype), silu(gate) * up, sigmoid(product(x, shared_gate))
+    gate, up = gate_up.chunk(2, -1)
+    return ids, weights.to(products.dtype), silu(gate) * up, sigmoid(shared_gate)
+
+
+def moe_route_products(
+    products: Tensor, experts: int, topk: int, renormalize: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Choose each row's experts and begin its shared expert, given the products.
+
+    products  [T, E + 2 * I + 1]: router logits, gates and ups of the shared expert, the shared gate
+    experts   E; topk, renormalize and what comes back as in `moe_route`
+    Raises ValueError if topk exceeds the experts or the columns are not of that form.
+    """
+    channels = products.shape[-1] - experts - 1
+    if topk > experts or channels < 0 or channels % 2:
+        raise ValueError(
+            f"moe_route_products wants [T, E + 2I + 1] and topk at most E; got {tuple(products.shape)}, {experts} "
+            f"experts, topk {topk}"
+        )
+    if not products.is_cuda or products.dtype != torch.bfloat16 or topk > 32 or missing_for_cuda() is not None:
+        return moe_route_products_reference(products, experts, topk, renormalize)
+    rows, device = products.shape[0], products.device
+    products = products if products.stride(-1) == 1 else products.contiguous()
+    ids = torch.empty((rows, topk), dtype=torch.int64, device=device)
+    weights, hidden, gate = (products.new_empty((rows, n)) for n in (topk, channels // 2, 1))
+    launch = route_launch(experts, topk, channels // 2, renormalize, rows, device, default_cache_dir())
+    launch(route_arguments(products, ids, weights, hidden, gate))
+    return ids, weights, hidden, gate
+
+
+def route_arguments(products: Tensor, ids: Tensor, weights: Tensor, hidden: Tensor, gate: Tensor) -> bytes:
+    """struct Arguments of `moe_route.cu`."""
+    return pack_pointers((products, ids, weights, hidden, gate), (products.stride(0),), products.shape[0])
+
+
+def route_macros(experts: int, topk: int, channels: int, renormalize: bool) -> dict[str, int]:
+    """The macros that specialise `moe_route.cu`."""
+    return {"EXPERTS": experts, "TOPK": topk, "SHARED": channels, "RENORMALIZE": int(renormalize)}
+
+
+@cache
+def route_launch(
+    experts: int, topk: int, channels: int, renormalize: bool, rows: int, device: torch.device, cache_dir: Path
+) -> Launch:
+    """The compiled kernel for a number of rows, once a process."""
+    macros = route_macros(experts, topk, channels, renormalize)
+    cubin = compile_cuda("moe_route.cu", macros, device_arch(device), cache_dir)
+    return Launch(cubin, "moe_route_kernel", device, rows, 256, 0)
 
 
 def moe_route(

@@ -18,7 +18,6 @@ template <class T> T checked(const T* pointer) {
   return *pointer;
 }
 inline long long load_index(const long long* pointer) { return checked(pointer); }
-inline u16 load_half(const u16* pointer) { return checked(pointer); }
 inline void load_four(float (&v)[4], const float* pointer) {
   check_range(pointer, 16);
   memcpy(v, pointer, 16);
@@ -35,7 +34,6 @@ inline void store_four_passing(float* pointer, const float (&v)[4]) { store_four
 inline void call_into_l2(const void* pointer) { check_range(pointer, 32); }
 inline long long min(long long a, long long b) { return a < b ? a : b; }
 inline long long max(long long a, long long b) { return a > b ? a : b; }
-inline int max(int a, int b) { return a > b ? a : b; }
 
 inline float times(float a, float b) { return a * b; }
 inline float plus(float a, float b) { return a + b; }
@@ -58,9 +56,5 @@ template <int COUNT> void add_across(float (&v)[COUNT], int mask) {
   w.sync.arrive_and_wait();
 }
 
-inline void cluster_arrive() { arrived.emplace(cluster_barrier->arrive()); }
-inline void cluster_wait() { cluster_barrier->wait(std::move(*arrived)); }
-inline void store_peer(u32 address, u32 rank, float value) {
-  check_shared(address, 4);
-  *(float*)((*cluster)[rank]->shared() + address) = value;
-}
+inline void cluster_arrive_apart() { arrived.emplace(cluster_barrier->arrive()); }
+inline void cluster_wait_apart() { cluster_barrier->wait(std::move(*arrived)); }

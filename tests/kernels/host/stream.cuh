@@ -38,6 +38,10 @@ inline float __uint_as_float(u32 bits) {
   return value;
 }
 inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a > b ? a : b; }
+inline int __popc(u32 word) { return __builtin_popcount(word); }
+inline float __expf(float x) { return expf(x); }
+inline u32 atomicOr(u32* at, u32 bits) { return std::atomic_ref<u32>(*at).fetch_or(bits); }
 
 struct Warp {
   std::barrier<> sync{32};
@@ -48,8 +52,10 @@ struct Block {
   std::vector<u8> memory;
   std::barrier<> sync;
   std::vector<std::unique_ptr<Warp>> warps;
+  std::vector<std::unique_ptr<std::barrier<>>> named;
   Block(int threads, size_t bytes) : memory(bytes + 128, 0xff), sync(threads) {  // 0xff: NaN until written
     for (int i = 0; i < threads / 32; i++) warps.push_back(std::make_unique<Warp>());
+    for (int i = 0; i < 16; i++) named.push_back(std::make_unique<std::barrier<>>(threads));
   }
   u8* shared() { return (u8*)(((uintptr_t)memory.data() + 127) & ~(uintptr_t)127); }
 };
@@ -58,7 +64,7 @@ struct Copy {
   const void* from;
 };
 
-inline thread_local Index threadIdx, blockIdx;
+inline thread_local Index threadIdx, blockIdx, gridDim;
 inline thread_local Block* block;
 inline thread_local u8* block_shared;
 inline thread_local size_t shared_size;
@@ -72,11 +78,11 @@ inline std::atomic<int> faults{0};
 inline void fault(const char* what) {
   if (faults++ < 5) fprintf(stderr, "%s: block %d, thread %d\n", what, blockIdx.x, threadIdx.x);
 }
-inline void check_global(const void* from, size_t bytes) {
+inline void check_global(const void* from, size_t bytes, size_t alignment = 16) {
   bool inside = false;
   for (auto& [base, size] : readable) inside |= (const u8*)from >= base && (const u8*)from + bytes <= base + size;
   if (!inside) fault("read outside of the arguments");
-  if ((uintptr_t)from % 16) fault("global address not a multiple of 16");
+  if ((uintptr_t)from % alignment) fault("global address not aligned");
 }
 inline void check_shared(u32 address, size_t bytes) {
   if (address % (bytes < 16 ? bytes : 16) || address + bytes > shared_size) fault("shared address");
@@ -88,28 +94,31 @@ inline void wait_for_predecessor() {}
 inline void __syncthreads() { block->sync.arrive_and_wait(); }
 inline void __syncwarp() { block->warps[threadIdx.x / 32]->sync.arrive_and_wait(); }
 
-// A barrier counts the copies that have landed; its phase is the lowest bit of that count.
+// The lower half of a barrier counts bytes on the way, the upper one phases that have ended: its lowest bit is the parity.
 inline std::atomic<u64>& counter(u32 barrier) { return *(std::atomic<u64>*)(block_shared + barrier); }
 inline void barrier_init(u32 barrier, u32) {
   check_shared(barrier, 8);
   counter(barrier) = 0;
 }
 inline void barrier_init_done() {}
-inline void barrier_expect(u32, u32) {}
+inline void barrier_expect(u32 barrier, u32 bytes) { counter(barrier) += bytes; }
 inline void barrier_wait(u32 barrier, u32 parity) {
-  for (int i = 0; (counter(barrier) & 1) == parity; i++) {
+  for (int i = 0; (counter(barrier) >> 32 & 1) == parity; i++) {
     if (i == 10000000) return fault("waits forever");
     std::this_thread::yield();
   }
 }
 inline u64 evict_first_policy() { return 0; }
-inline void bulk_copy(u32 to, const void* from, u32 bytes, u32 barrier, u64) {
+inline void bulk_copy_kept(u32 to, const void* from, u32 bytes, u32 barrier) {
   check_global(from, bytes);
   check_shared(to, bytes);
-  if (bytes % 16) fault("bulk copy of a size that is not a multiple of 16");
+  if (bytes % 16 || bytes == 0) fault("bulk copy of a size that is not a multiple of 16");
   memcpy(block_shared + to, from, bytes);
-  counter(barrier)++;
+  const u64 before = counter(barrier).fetch_sub(bytes);
+  if ((u32)before < bytes) fault("more bytes than the barrier expects");
+  if ((u32)before == bytes) counter(barrier) += 1ull << 32;
 }
+inline void bulk_copy(u32 to, const void* from, u32 bytes, u32 barrier, u64) { bulk_copy_kept(to, from, bytes, barrier); }
 inline void copy16(u32 to, const void* from) {
   check_global(from, 16);
   check_shared(to, 16);
@@ -131,6 +140,39 @@ inline Words load_shared(u32 address) {
 inline Words load_global(const void* from) {
   check_global(from, 16);
   return *(const Words*)from;
+}
+inline u32 load_shared_word(u32 address) {
+  check_shared(address, 4);
+  return *(u32*)(block_shared + address);
+}
+template <class T> T load_scalar(const void* from) {
+  check_global(from, sizeof(T), sizeof(T));
+  return *(const T*)from;
+}
+inline u64 load_global_u64(const void* from) { return load_scalar<u64>(from); }
+inline u16 load_half(const void* from) { return load_scalar<u16>(from); }
+inline float load_global_float(const void* from) { return load_scalar<float>(from); }
+inline void named_barrier_arrive(int id, int) { (void)block->named[id]->arrive(); }
+inline void named_barrier_sync(int id, int) { block->named[id]->arrive_and_wait(); }
+inline int __shfl_up_sync(u32, int value, int distance) {
+  Warp& w = *block->warps[threadIdx.x / 32];
+  const int lane = threadIdx.x % 32;
+  w.a[lane][0] = value;
+  w.sync.arrive_and_wait();
+  const int found = w.a[lane < distance ? lane : lane - distance][0];
+  w.sync.arrive_and_wait();
+  return found;
+}
+
+template <class T> T __shfl_xor_sync(u32, T value, int distance) {
+  Warp& w = *block->warps[threadIdx.x / 32];
+  const int lane = threadIdx.x % 32;
+  T found;
+  memcpy(&w.a[lane][0], &value, 4);
+  w.sync.arrive_and_wait();
+  memcpy(&found, &w.a[lane ^ distance][0], 4);
+  w.sync.arrive_and_wait();
+  return found;
 }
 
 inline float bf16_of(u32 word, int high) {
@@ -162,10 +204,6 @@ inline u16 to_bf16(float value) {
   memcpy(&bits, &value, 4);
   return value != value ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
-inline u16 load_half(const u16* from) {
-  check_global((const u8*)((uintptr_t)from & ~(uintptr_t)15), 2);
-  return *from;
-}
 inline void store_shared(u32 address, const Words& v) {
   check_shared(address, 16);
   *(Words*)(block_shared + address) = v;
@@ -193,9 +231,15 @@ inline void cluster_arrive() {}
 inline void cluster_wait() { cluster_barrier->arrive_and_wait(); }
 inline void cluster_sync() { cluster_wait(); }
 inline void cluster_leave() { cluster_wait(); }
+inline u32 rotate_left(u32 word, int bits) { return word << bits | word >> (32 - bits); }
+inline u32 spread_byte(u32 word, int index) { return (word >> 8 * index & 0xff) * 0x10001u; }
 inline float load_peer(u32 address, u32 rank) {
   check_shared(address, 4);
   return *(float*)((*cluster)[rank]->shared() + address);
+}
+inline void store_peer(u32 address, u32 rank, float value) {
+  check_shared(address, 4);
+  *(float*)((*cluster)[rank]->shared() + address) = value;
 }
 
 // Runs a kernel, one cluster after the other. Returns the number of faults.
@@ -211,6 +255,7 @@ template <class Kernel> int run_grid(int blocks, int of_cluster, int threads, si
       running.emplace_back([&, i] {
         threadIdx.x = i % threads;
         blockIdx.x = first + i / threads;
+        gridDim.x = blocks;
         block = members[i / threads];
         block_shared = block->shared();
         shared_size = shared_bytes;

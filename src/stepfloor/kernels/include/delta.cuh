@@ -12,12 +12,6 @@ DEVICE long long load_index(const long long* pointer) {
   return v;
 }
 
-DEVICE u16 load_half(const u16* pointer) {
-  u16 v;
-  asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(pointer));
-  return v;
-}
-
 DEVICE void load_four(float (&v)[4], const float* pointer) {
   asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3]) : "l"(pointer));
 }
@@ -57,11 +51,6 @@ template <int COUNT> DEVICE void add_across(float (&v)[COUNT], int mask) {
   for (int i = 0; i < COUNT; i++) v[i] = plus(v[i], __shfl_xor_sync(0xffffffffu, v[i], mask));
 }
 
-DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
-DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
-
-DEVICE void store_peer(u32 address, u32 rank, float value) {
-  u32 remote;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(value) : "memory");
-}
+// Like those of stream.cuh, for warps whose threads may come one by one.
+DEVICE void cluster_arrive_apart() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+DEVICE void cluster_wait_apart() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }

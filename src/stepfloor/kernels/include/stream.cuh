@@ -69,6 +69,13 @@ DEVICE void bulk_copy(u32 to, const void* from, u32 bytes, u32 barrier, u64 poli
       : "memory");
 }
 
+// The same for what other blocks read too.
+DEVICE void bulk_copy_kept(u32 to, const void* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+               "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
 DEVICE void copy16(u32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
@@ -94,7 +101,19 @@ DEVICE Words load_global(const void* pointer) {
   return v;
 }
 
-DEVICE u16 load_half(const u16* pointer) {
+DEVICE u32 load_shared_word(u32 address) {
+  u32 v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
+  return v;
+}
+
+DEVICE u64 load_global_u64(const void* pointer) {
+  u64 v;
+  asm volatile("ld.global.cg.u64 %0, [%1];" : "=l"(v) : "l"(pointer));
+  return v;
+}
+
+DEVICE u16 load_half(const void* pointer) {
   u16 v;
   asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(pointer));
   return v;
@@ -104,7 +123,26 @@ DEVICE void store_shared(u32 address, const Words& v) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
+DEVICE float load_global_float(const void* pointer) {
+  float v;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(pointer) : "memory");
+  return v;
+}
+
+// ------------------------------------------------------------------ barriers of some warps for others
+
+// Counts this warp in at barrier `id` (1 to 15) and goes on.
+DEVICE void named_barrier_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
+// Counts this warp in and waits until all are.
+DEVICE void named_barrier_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
 // ------------------------------------------------------------------ arithmetic
+
+DEVICE u32 rotate_left(u32 word, int bits) { return __funnelshift_l(word, word, bits); }
+
+// Byte `index` of a word in both halves, zero-extended.
+DEVICE u32 spread_byte(u32 word, int index) { return __byte_perm(word, 0, index * 0x0101 + 0x4040); }
 
 // c[16, 8] += a[16, 16] b[16, 8], bf16 operands. Lane (g, t) = (lane / 4, lane % 4): a0, a2 hold row g, a1, a3 row g + 8;
 // b0, b1 hold column g; c[0..1] are row g, columns 2t and 2t + 1, c[2..3] the same of row g + 8.
@@ -177,4 +215,11 @@ DEVICE float load_peer(u32 address, u32 rank) {
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
   asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(remote) : "memory");
   return value;
+}
+
+// Where load_peer would read. The other block must have started, and must not end before a cluster_sync.
+DEVICE void store_peer(u32 address, u32 rank, float value) {
+  u32 remote;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(value) : "memory");
 }

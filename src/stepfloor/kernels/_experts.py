@@ -1,0 +1,186 @@
+"""What the routed experts' kernels share: NVFP4 matrices in streamed order, and the size of their list.
+
+Source: include/experts.cuh, which reads these bytes and describes a step; formats.codec for NVFP4 as stored.
+"""
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stepfloor.formats.codec import PackedWeight
+from stepfloor.kernels._jit import missing_for_cuda
+
+CAPACITIES = (1, 2, 4, 8, 16, 80)  # most rows of each kernel
+MAX_ROWS = CAPACITIES[-1]
+SHARED_LIMIT = 227 * 1024
+SHARED_LIMIT_OF_TWO = 113 * 1024
+STEP_BYTES = 576
+# where decode_eight looks for the bits of each pair of codes, the even column's first: sign, then highest to lowest
+_BITS_AT = (
+    ((15, 8, 7, 6), (31, 24, 23, 22)),
+    ((9, 2, 1, 0), (25, 18, 17, 16)),
+    ((5, 30, 29, 28), (21, 14, 13, 12)),
+    ((11, 4, 3, 26), (27, 20, 19, 10)),
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TiledExperts:
+    """NVFP4 matrices [N, K] of E experts as the kernels stream them: [E][tile of 16 rows][slice of K][step].
+
+    paired  whether a tile is 8 rows of the upper half of N and the 8 rows of the lower half that belong to them
+    slices  parts of K, each of `steps` times 64 columns, padded with zeros
+    tape    uint8 [E, tiles, slices, steps * 576]; scale  float32 [E]
+    """
+
+    shape: tuple[int, int]
+    paired: bool
+    slices: int
+    steps: int
+    tape: Tensor
+    scale: Tensor
+    cache_dir: Path
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the device."""
+        return self.tape.numel() + 4 * self.scale.numel()
+
+    def unpack(self) -> PackedWeight:
+        """The matrices as they were stored, copied; codes under a scale of zero come back as zero."""
+        return unpack_experts(self)
+
+
+def pack_experts(weight: PackedWeight, slices: int, paired: bool, cache_dir: Path) -> TiledExperts:
+    """Reorder NVFP4 experts on their device; the bytes stay as many where K is a multiple of 64 * slices."""
+    if weight.scale is None or weight.scale_2 is None:
+        raise ValueError(f"pack_experts wants nvfp4 experts; got {weight.format}")
+    n, k = weight.shape
+    steps = -(-k // (64 * slices))
+    count = weight.data.shape[0]
+    tape = torch.empty((count, n // 16, slices, steps * STEP_BYTES), dtype=torch.uint8, device=weight.data.device)
+    for first in range(0, count, 8):  # the codes apart take 8 times their bytes
+        part = slice(first, first + 8)
+        scale = weight.scale[part].float()
+        data = weight.data[part]
+        codes = torch.stack((data & 15, data >> 4), -1).flatten(-2).to(torch.int32)
+        codes = codes.masked_fill((scale == 0).repeat_interleave(16, -1), 0)
+        tape[part] = _pieces(codes, _scale_bytes(scale), slices, steps, paired)
+    return TiledExperts(weight.shape, paired, slices, steps, tape, weight.scale_2.float().contiguous(), cache_dir)
+
+
+def unpack_experts(tiled: TiledExperts) -> PackedWeight:
+    """The inverse of pack_experts."""
+    n, k = tiled.shape
+    count, tiles, slices, steps = tiled.tape.shape[0], n // 16, tiled.slices, tiled.steps
+    data = torch.empty((count, n, k // 2), dtype=torch.uint8, device=tiled.tape.device)
+    scale = torch.empty((count, n, k // 16), dtype=torch.float8_e4m3fn, device=tiled.tape.device)
+    for first in range(0, count, 8):
+        part = slice(first, first + 8)
+        tape = tiled.tape[part]
+        words = tape[..., : steps * 512].contiguous().view(torch.int32)
+        words = words.reshape(-1, tiles, slices, steps, 8, 4, 2, 2)  # e, tile, slice, step, g, t, half, sub
+        columns = [sum((words >> at & 1) << 3 - rank for rank, at in enumerate(b)) for p in _BITS_AT for b in p]
+        codes = torch.stack([torch.as_tensor(column) for column in columns], -1)
+        codes = codes.permute(0, 1, 6, 4, 2, 3, 7, 5, 8).reshape(-1, tiles, 16, slices * steps * 64)
+        held = tape[..., steps * 512 :].reshape(-1, tiles, slices, steps, 8, 2, 2, 2).to(torch.int32)
+        held = held.permute(0, 1, 6, 4, 2, 3, 7, 5).reshape(-1, tiles, 16, slices * steps * 4)
+        codes, held = _from_tiles(codes, tiled.paired)[..., :k], _from_tiles(held, tiled.paired)[..., : k // 16]
+        data[part] = (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
+        value = torch.ldexp(1 + (held & 7) / 8, (held >> 3) - 10)
+        scale[part] = torch.where(held == 0, 0.0, value).to(torch.float8_e4m3fn)
+    return PackedWeight("nvfp4", tiled.shape, data, scale, tiled.scale.clone())
+
+
+def _pieces(codes: Tensor, scales: Tensor, slices: int, steps: int, paired: bool) -> Tensor:
+    """int32 codes [e, N, K] and scale bytes [e, N, K / 16] to uint8 [e, tiles, slices, steps * 576]."""
+    wide = slices * steps * 64
+    codes = _to_tiles(F.pad(codes, (0, wide - codes.shape[-1])), paired)
+    scales = _to_tiles(F.pad(scales, (0, wide // 16 - scales.shape[-1])), paired)
+    count, tiles = codes.shape[:2]
+    cut = codes.reshape(
+        count, tiles, 2, 8, slices, steps, 2, 4, 4, 2
+    )  # e, tile, half, g, slice, step, sub, t, pair, odd
+    words = torch.zeros(cut.shape[:-2], dtype=torch.int32, device=codes.device)
+    for pair, places in enumerate(_BITS_AT):
+        for odd, bits in enumerate(places):
+            for rank, at in enumerate(bits):
+                words |= (cut[..., pair, odd] >> (3 - rank) & 1) << at
+    words = words.permute(0, 1, 4, 5, 3, 7, 2, 6)  # e, tile, slice, step, g, t, half, sub
+    cut = scales.reshape(count, tiles, 2, 8, slices, steps, 2, 2)  # e, tile, half, g, slice, step, sub, block
+    held = cut.permute(0, 1, 4, 5, 3, 7, 2, 6)
+    flat = (count, tiles, slices, -1)
+    return torch.cat((words.contiguous().view(torch.uint8).reshape(flat), held.reshape(flat)), -1)
+
+
+def _scale_bytes(scale: Tensor) -> Tensor:
+    """E4M3 values as 5 exponent bits, 10 above the value's own, and 3 mantissa bits; 0 for zero."""
+    mantissa, exponent = torch.frexp(scale)
+    held = (exponent + 9) * 8 + ((mantissa * 2 - 1) * 8).to(torch.int32)
+    return torch.where(scale == 0, 0, held).to(torch.uint8)
+
+
+def _to_tiles(rows: Tensor, paired: bool) -> Tensor:
+    """[e, N, C] to [e, N / 16, 16, C]."""
+    count, n, c = rows.shape
+    if not paired:
+        return rows.reshape(count, n // 16, 16, c)
+    return rows.reshape(count, 2, n // 16, 8, c).transpose(1, 2).reshape(count, n // 16, 16, c)
+
+
+def _from_tiles(tiles: Tensor, paired: bool) -> Tensor:
+    """The inverse of _to_tiles."""
+    count, number, _, c = tiles.shape
+    if not paired:
+        return tiles.reshape(count, number * 16, c)
+    return tiles.reshape(count, number, 2, 8, c).transpose(1, 2).reshape(count, number * 16, c)
+
+
+def capacity_for(rows: int) -> int:
+    """Most rows of the kernel that serves so many."""
+    return next(capacity for capacity in CAPACITIES if capacity >= rows)
+
+
+def capacities_up_to(rows: int) -> list[int]:
+    """Kernels that serve 1 to so many rows."""
+    return [c for c in CAPACITIES if c <= capacity_for(min(rows, MAX_ROWS))]
+
+
+def list_bytes(experts: int, topk: int, rows: int) -> int:
+    """Size of ExpertList in include/experts.cuh, rounded up to 16."""
+    pairs = rows * topk
+    return -(-(4 * experts * -(-rows // 32) + 128 + 2 * experts + 22 * pairs) // 16) * 16
+
+
+def why_not_tiled(weight: PackedWeight, device: torch.device) -> str | None:
+    """What keeps experts from the kernels, as the end of a sentence; None if nothing does."""
+    if device.type != "cuda":
+        return f"{device} is no CUDA device"
+    if weight.format != "nvfp4" or weight.data.ndim != 3 or weight.scale is None:
+        return "the kernel reads stacks of nvfp4 matrices"
+    n, k = weight.shape
+    if k % 16 or n % 16:
+        return f"its [{n}, {k}] are not multiples of 16"
+    if not bool((weight.scale.float() >= 0).all()):
+        return "a block scale is negative or not a number"
+    missing = missing_for_cuda()
+    if missing is not None:
+        return missing
+    if torch.cuda.get_device_capability(device)[0] < 9:
+        return "the kernel needs compute capability 9.0 (bulk copies)"
+    return None
+
+
+def contiguous_rows(x: Tensor) -> Tensor:
+    """x [T, C] itself where its rows can be read 16 bytes at a time, else a copy."""
+    return x.contiguous() if x.stride(-1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16 else x
+
+
+def pack_pointers(tensors: tuple[Tensor | None, ...], strides: tuple[int, ...], rows: int) -> bytes:
+    """A kernel's struct Arguments: pointers, strides in values, the number of rows."""
+    addresses = (0 if t is None else t.data_ptr() for t in tensors)
+    return struct.pack(f"{len(tensors)}P{len(strides)}qi4x", *addresses, *strides, rows)

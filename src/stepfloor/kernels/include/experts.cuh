@@ -1,0 +1,139 @@
+// What the routed experts' kernels share: FP4 decoding into the 16-row operand, and the list of experts that rows chose.
+// Source: NVFP4 (FP4 codes, an E4M3 scale for 16 columns of a row); _experts.py writes the bytes read here.
+//
+// A step is 64 columns of 16 weight rows: 512 bytes of codes, 16 a lane, and 64 bytes of scales, 4 for two lanes. Lane
+// (g, t) owns columns 8t .. 8t + 7 of each 32, of rows g and g + 8, as in linear.cu.
+//
+// Codes become bf16 by moving bits: sign to the sign, the other three to the lowest exponent bits and the highest mantissa
+// bit, which is code * 2^-126. Scales are kept as 5 exponent and 3 mantissa bits; 2^119 goes in with the scale, and
+// SCALE_REST with the tensor's scale on the sums. Every product of code and scale has at most 6 significant bits: exact.
+#pragma once
+
+constexpr float SCALE_REST = 128.f;
+
+// Each bit of a word is where one of four rotations brings it into place for two codes; pair 3 needs two of them, because
+// no four of the patterns {15, 8, 7, 6} tile 16 bits. The low half of a pair is the even column. _experts.py has the places.
+DEVICE void decode_eight(u32 codes, u32 scale, u32 (&pairs)[4]) {
+  pairs[0] = codes & 0x81c081c0u;
+  pairs[1] = (codes << 6) & 0x81c081c0u;
+  pairs[2] = rotate_left(codes, 10) & 0x81c081c0u;
+  pairs[3] = ((codes << 4) & 0x81808180u) | (rotate_left(codes, 12) & 0x00400040u);
+#pragma unroll
+  for (int i = 0; i < 4; i++) pairs[i] = multiply_pair(pairs[i], scale);
+}
+
+DEVICE u32 decode_scale(u32 scales, int index) { return spread_byte(scales, index) * 16u + 0x76007600u; }
+
+// One step. codes: row g, its lower and upper 32 columns, then row g + 8; scales in the same order.
+DEVICE void expert_step(float (&even)[4], float (&odd)[4], const Words& codes, u32 scales, const Words& lower, const Words& upper) {
+  u32 top[4], bottom[4];
+  decode_eight(codes.x, decode_scale(scales, 0), top);
+  decode_eight(codes.z, decode_scale(scales, 2), bottom);
+  matrix_step(even, top[0], bottom[0], top[1], bottom[1], lower.x, lower.y);
+  matrix_step(odd, top[2], bottom[2], top[3], bottom[3], lower.z, lower.w);
+  decode_eight(codes.y, decode_scale(scales, 1), top);
+  decode_eight(codes.w, decode_scale(scales, 3), bottom);
+  matrix_step(even, top[0], bottom[0], top[1], bottom[1], upper.x, upper.y);
+  matrix_step(odd, top[2], bottom[2], top[3], bottom[3], upper.z, upper.w);
+}
+
+// Zero beyond the last column: the weight is zero there, but zero times NaN is not. No branch around the load.
+template <int LIMIT> DEVICE Words load_columns(const u16* row, int column) {
+  Words v = load_global(row + (column < LIMIT ? column : 0));
+  if (column >= LIMIT) v.x = v.y = v.z = v.w = 0;
+  return v;
+}
+
+// The distinct experts of all rows in ascending order, each with up to 8 of the pairs (row * choices of a row + choice) that chose it;
+// an expert with more has several entries. The same in every block. A row's experts must differ from each other.
+template <int EXPERT_COUNT, int CHOICES, int MOST_ROWS, int BLOCK_THREADS> struct ExpertList {
+  static constexpr int WORDS = (MOST_ROWS + 31) / 32;
+  static constexpr int PAIRS = MOST_ROWS * CHOICES;
+  static constexpr int RUN = (EXPERT_COUNT + BLOCK_THREADS - 1) / BLOCK_THREADS;
+  static constexpr int HELD = (PAIRS + BLOCK_THREADS - 1) / BLOCK_THREADS;
+  u32 rows_of[EXPERT_COUNT * WORDS];  // bit: row
+  u32 totals[32];
+  u16 first[EXPERT_COUNT];     // entry of an expert's first pairs
+  u16 chosen[PAIRS];      // expert of a pair
+  u16 expert[PAIRS];      // of an entry
+  u16 count[PAIRS];       // pairs of an entry
+  u16 pair[PAIRS * 8];    // of an entry
+
+  // Before the first ids are read; build() synchronises.
+  DEVICE void clear() {
+    for (int i = threadIdx.x; i < EXPERT_COUNT * WORDS; i += BLOCK_THREADS) rows_of[i] = 0;
+  }
+
+  DEVICE int routed(int e) const {
+    int n = 0;
+#pragma unroll
+    for (int i = 0; i < WORDS; i++) n += __popc(rows_of[e * WORDS + i]);
+    return n;
+  }
+
+  // Returns the number of entries.
+  DEVICE int build(const long long* ids, int rows) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pairs = rows * CHOICES;
+    int mine[HELD];
+#pragma unroll
+    for (int i = 0; i < HELD; i++) {
+      const u32 id = (u32)load_global_u64(ids + min((int)threadIdx.x + i * BLOCK_THREADS, pairs - 1));
+      mine[i] = id < EXPERT_COUNT ? id : EXPERT_COUNT - 1;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < HELD; i++) {
+      const int p = threadIdx.x + i * BLOCK_THREADS, row = p / CHOICES;
+      if (p >= pairs) continue;
+      chosen[p] = mine[i];
+      atomicOr(&rows_of[mine[i] * WORDS + row / 32], 1u << (row % 32));
+    }
+    __syncthreads();
+    int entries = 0;
+#pragma unroll
+    for (int i = 0; i < RUN; i++) {
+      const int e = threadIdx.x * RUN + i;
+      if (e < EXPERT_COUNT) entries += (routed(e) + 7) / 8;
+    }
+    int sum = entries;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const int other = __shfl_up_sync(~0u, sum, distance);
+      if (lane >= distance) sum += other;
+    }
+    if (lane == 31) totals[warp] = sum;
+    __syncthreads();
+    int at = sum - entries, all = 0;
+#pragma unroll
+    for (int i = 0; i < BLOCK_THREADS / 32; i++) {
+      if (i < warp) at += totals[i];
+      all += totals[i];
+    }
+#pragma unroll
+    for (int i = 0; i < RUN; i++) {
+      const int e = threadIdx.x * RUN + i;
+      if (e >= EXPERT_COUNT) break;
+      first[e] = at;
+      for (int left = routed(e); left > 0; left -= 8, at++) {
+        expert[at] = e;
+        count[at] = min(left, 8);
+      }
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < HELD; i++) {
+      const int p = threadIdx.x + i * BLOCK_THREADS, row = p / CHOICES;
+      if (p >= pairs) continue;
+      int place = 0;  // how many rows before this one chose the same expert
+#pragma unroll
+      for (int word = 0; word < WORDS; word++) {
+        const u32 others = rows_of[mine[i] * WORDS + word];
+        if (word < row / 32) place += __popc(others);
+        if (word == row / 32) place += __popc(others & ((1u << (row % 32)) - 1));
+      }
+      pair[(first[mine[i]] + place / 8) * 8 + place % 8] = p;
+    }
+    __syncthreads();
+    return all;
+  }
+};

@@ -1,0 +1,238 @@
+"""`moe_gate_up.cu` and `moe_down.cu` run on the CPU, a thread for every lane, as test_linear_host does for `linear.cu`.
+
+Guards against wrong addresses, sizes, fragments and slot phases, and sums that depend on other rows or experts.
+"""
+
+import ctypes
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from stepfloor.formats.codec import PackedWeight, quantize
+from stepfloor.kernels import moe_down as down_module
+from stepfloor.kernels import moe_gate_up as gate_up_module
+from stepfloor.kernels import moe_route as route_module
+from stepfloor.kernels._experts import pack_experts
+from stepfloor.kernels.moe_down import (
+    DownPlan,
+    TiledShared,
+    down_arguments,
+    down_scratch,
+    pack_shared,
+    plan_down,
+)
+from stepfloor.kernels.moe_gate_up import GateUpPlan, gate_up_arguments, plan_gate_up
+from stepfloor.kernels.moe_route import moe_route_products_reference, route_arguments, route_macros
+
+HOST = Path(__file__).parent / "host"
+COMPILER = shutil.which("g++")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to build the kernel for the host")
+
+GATE_UP = """
+extern "C" int run(const Arguments* a, const u64* bytes, int blocks, u64 shared_bytes) {
+  readable = {{a->tape, bytes[0]}, {(const u8*)a->x, bytes[1]}, {(const u8*)a->ids, bytes[2]}};
+  return run_grid(blocks, 1, THREADS, shared_bytes, [=] { moe_gate_up_kernel(*a); });
+}
+"""
+DOWN = """
+extern "C" int run(const Arguments* a, const u64* bytes, int blocks, u64 shared_bytes) {
+  readable = {{a->tape, bytes[0]}, {(const u8*)a->hidden, bytes[1]}, {(const u8*)a->ids, bytes[2]},
+              {(const u8*)a->weights, bytes[3]}, {a->shared_tape, bytes[4]}, {(const u8*)a->shared_hidden, bytes[5]},
+              {(const u8*)a->shared_gate, bytes[6]}, {(const u8*)a->spilled, bytes[7]}};
+  return run_grid(blocks, CLUSTER, THREADS, shared_bytes, [=] { moe_down_kernel(*a); });
+}
+"""
+
+ROUTE = """
+extern "C" int run(const Arguments* a, const u64* bytes, int blocks, u64 shared_bytes) {
+  readable = {{(const u8*)a->products, bytes[0]}};
+  return run_grid(blocks, 1, THREADS, shared_bytes, [=] { moe_route_kernel(*a); });
+}
+"""
+
+
+def experts(count: int, n: int, k: int) -> PackedWeight:
+    """Matrices with scales from subnormal to large, a zero one, and tensor scales that differ."""
+    make = torch.Generator().manual_seed(n + k)
+    w = torch.randn(count, n, k, generator=make) / k**0.5
+    w *= torch.exp2(torch.randint(-12, 1, (count, n, k // 16), generator=make)).repeat_interleave(16, -1)
+    w[:, 3, :16] = 0
+    return quantize(w * torch.arange(1, count + 1)[:, None, None], "nvfp4")
+
+
+def choices(rows: int, count: int, topk: int) -> Tensor:
+    """Distinct experts of each row; expert 1 is everybody's, so that it has more rows than a tile."""
+    make = torch.Generator().manual_seed(count)
+    ids = torch.rand(rows, count, generator=make).argsort(-1)
+    ids = torch.stack([row[row != 1][: topk - 1] for row in ids])
+    return torch.cat((ids, torch.ones(rows, 1, dtype=torch.int64)), 1)
+
+
+@pytest.mark.parametrize("paired", [False, True])
+@pytest.mark.parametrize(("n", "k", "slices"), [(32, 128, 2), (48, 48, 2), (16, 640, 8), (64, 208, 2)])
+def test_packing_is_exact(n: int, k: int, slices: int, paired: bool) -> None:
+    weight = experts(9, n, k)
+    tiled = pack_experts(weight, slices, paired, Path())
+    assert torch.equal(tiled.unpack().dequantize(), weight.dequantize())
+    if k % (64 * slices) == 0:
+        assert tiled.num_bytes == weight.num_bytes
+
+
+def test_shared_packing_is_a_permutation() -> None:
+    weight = quantize(torch.randn(32, 80), "bf16")
+    assert torch.equal(pack_shared(weight).unpack().data, weight.data)
+
+
+@pytest.mark.parametrize(("k", "channels", "count"), [(256, 48, 8), (512, 16, 5), (1040, 32, 3)])
+def test_gate_up_on_the_host(k: int, channels: int, count: int, tmp_path: Path) -> None:
+    topk = 2
+    weight = experts(count, 2 * channels, k)
+    tiled = pack_experts(weight, gate_up_module.WARPS, True, tmp_path)
+    x = torch.randn(20, k, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    ids = choices(20, count, topk)
+    both = torch.einsum("tk,tjnk->tjn", x.double(), weight.dequantize().double()[ids])
+    size = torch.einsum("tk,tjnk->tjn", x.double().abs(), weight.dequantize().double()[ids].abs())
+    gate, up = both.chunk(2, -1)
+    exact = torch.nn.functional.silu(gate) * up
+    # float32 sums are off by K 2**-24 of the sum of magnitudes, silu has a slope below 1.1; one rounding to bf16
+    off, up_off = (size * k * 2.0**-24).chunk(2, -1)
+    bound = exact.abs() * 2**-8 + 1.1 * off * (up.abs() + up_off) + torch.nn.functional.silu(gate).abs() * up_off + 1e-6
+    full: Tensor | None = None
+    for rows, slots in ((20, 1), (20, 2), (4, 3), (1, 2)):
+        plan = plan_gate_up(tiled, topk, rows)
+        plan = replace(plan, rows=32 if rows == 20 else plan.rows, slots=slots)
+        y = run_gate_up(plan, x[:rows], ids[:rows], tiled, tmp_path)
+        assert bool(((y.double() - exact[:rows]).abs() <= bound[:rows]).all())
+        full = y if full is None else full
+        assert torch.equal(y, full[:rows])
+    assert full is not None
+    some = torch.tensor([13, 2, 19])  # other neighbours, other experts live
+    y = run_gate_up(replace(plan_gate_up(tiled, topk, 4), slots=1), x[some], ids[some], tiled, tmp_path)
+    assert torch.equal(y, full[some])
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "shared_k", "count"), [(256, 48, 64, 8), (64, 128, 0, 5), (96, 640, 208, 3)], ids=str
+)
+def test_down_on_the_host(n: int, k: int, shared_k: int, count: int, tmp_path: Path) -> None:
+    topk = 2
+    weight = experts(count, n, k)
+    tiled = pack_experts(weight, down_module.SLICES, False, tmp_path)
+    make = torch.Generator().manual_seed(1)
+    hidden = torch.randn(20, topk, k, generator=make).to(torch.bfloat16)
+    ids = choices(20, count, topk)
+    weights = torch.rand(20, topk, generator=make).to(torch.bfloat16)
+    exact = torch.einsum("tj,tji,tjdi->td", weights.double(), hidden.double(), weight.dequantize().double()[ids])
+    size = torch.einsum(
+        "tj,tji,tjdi->td", weights.double(), hidden.double().abs(), weight.dequantize().double()[ids].abs()
+    )
+    shared = None
+    if shared_k:
+        matrix = quantize(torch.randn(n, shared_k, generator=make) / shared_k**0.5, "bf16")
+        rows, gate = torch.randn(20, shared_k, generator=make).to(torch.bfloat16), torch.rand(20, 1).to(torch.bfloat16)
+        shared = rows, gate, pack_shared(matrix)
+        exact += gate.double() * (rows.double() @ matrix.data.double().T)
+        size += gate.double() * (rows.double().abs() @ matrix.data.double().abs().T)
+    # one rounding to bf16, float32 sums of K + topk terms
+    bound = exact.abs() * 2**-8 + size * (max(k, shared_k) + topk + 4) * 2.0**-24
+    full: Tensor | None = None
+    for rows, cluster, warps, slots in ((20, 2, 4, 2), (9, 4, 2, 1), (4, 4, 2, 3), (1, 2, 2, 2)):
+        plan = plan_down(tiled, shared_k, topk, rows, 4, cluster, warps)
+        plan = replace(plan, rows=32 if rows == 20 else plan.rows, slots=slots)
+        y = run_down(plan, hidden[:rows], ids[:rows], weights[:rows], tiled, part(shared, slice(rows)), tmp_path)
+        assert bool(((y.double() - exact[:rows]).abs() <= bound[:rows]).all())
+        full = y if full is None else full
+        assert torch.equal(y, full[:rows])
+    assert full is not None
+    some = torch.tensor([13, 2, 19])
+    plan = replace(plan_down(tiled, shared_k, topk, 4, 4, 2, 2), slots=1)
+    y = run_down(plan, hidden[some], ids[some], weights[some], tiled, part(shared, some), tmp_path)
+    assert torch.equal(y, full[some])
+
+
+@pytest.mark.parametrize(("count", "topk", "channels"), [(64, 10, 48), (37, 32, 5), (8, 2, 300)])
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_route_on_the_host(count: int, topk: int, channels: int, renormalize: bool, tmp_path: Path) -> None:
+    """The reference's choices, ties included; values at most one bf16 step apart, where two exponentials differ."""
+    make = torch.Generator().manual_seed(0)
+    products = torch.randn(4, count + 2 * channels + 1, generator=make).to(torch.bfloat16)
+    products[1, :count] = products[1, :count].mul(2).round()  # many ties
+    products[2, :count] = 0.5
+    products[3, 5] = 300  # the others' probabilities are all zero
+    wanted = moe_route_products_reference(products, count, topk, renormalize)
+    found = [torch.full_like(t, -7) for t in wanted]
+    held = torch.full((4, products.shape[1] + 3), torch.nan, dtype=torch.bfloat16)
+    held[:, :-3] = products
+    library = build(route_module.__file__, route_macros(count, topk, channels, renormalize), ROUTE, tmp_path)
+    assert run(library, route_arguments(held[:, :-3], *found), [held], 4, 0) == 0
+    assert torch.equal(found[0], wanted[0])
+    for ours, theirs in zip(found[1:], wanted[1:], strict=True):
+        assert bool(((ours.float() - theirs.float()).abs() <= theirs.float().abs() * 2**-7).all())
+
+
+def part(shared: tuple[Tensor, Tensor, TiledShared] | None, rows: object) -> tuple[Tensor, Tensor, TiledShared] | None:
+    """Some rows of what the shared expert reads."""
+    return None if shared is None else (shared[0][rows], shared[1][rows], shared[2])
+
+
+def run_gate_up(plan: GateUpPlan, x: Tensor, ids: Tensor, tiled: gate_up_module.TiledExperts, where: Path) -> Tensor:
+    """The kernel's output for rows that NaN surrounds."""
+    held = torch.full((x.shape[0], plan.k + 8), torch.nan, dtype=torch.bfloat16)
+    held[:, : plan.k] = x
+    out = torch.full((x.shape[0] + 1, plan.topk, plan.channels), torch.nan, dtype=torch.bfloat16)
+    packed = gate_up_arguments(held[:, : plan.k], ids, tiled, out[: x.shape[0]])
+    library = build(gate_up_module.__file__, plan.macros, GATE_UP, where)
+    assert run(library, packed, [tiled.tape, held, ids], 3, plan.shared_bytes) == 0
+    assert bool(out[x.shape[0] :].isnan().all())
+    return out[: x.shape[0]]
+
+
+def run_down(
+    plan: DownPlan,
+    hidden: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    tiled: gate_up_module.TiledExperts,
+    shared: tuple[Tensor, Tensor, TiledShared] | None,
+    where: Path,
+) -> Tensor:
+    """The kernel's output."""
+    rows = hidden.shape[0]
+    out = torch.full((rows + 1, plan.n + 3), torch.nan, dtype=torch.bfloat16)
+    spilled = down_scratch(plan, torch.device("cpu"))
+    packed = down_arguments(hidden, ids, weights, tiled, shared, spilled, out[:rows, : plan.n])
+    read = [tiled.tape, hidden, ids, weights]
+    read += [torch.empty(0)] * 3 if shared is None else [shared[2].tape, shared[0], shared[1]]
+    read.append(torch.empty(0) if spilled is None else spilled)
+    library = build(down_module.__file__, plan.macros, DOWN, where)
+    assert run(library, packed, read, plan.blocks, plan.shared_bytes) == 0
+    assert bool(out[rows:].isnan().all())
+    assert bool(out[:, plan.n :].isnan().all())
+    return out[:rows, : plan.n]
+
+
+def run(library: ctypes.CDLL, packed: bytes, read: list[Tensor], blocks: int, shared_bytes: int) -> int:
+    """Faults of a launch."""
+    sizes = (ctypes.c_uint64 * len(read))(*(t.numel() * t.element_size() for t in read))
+    library.run.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64]
+    return library.run(packed, sizes, blocks, shared_bytes)
+
+
+def build(module: str, macros: dict[str, int], entry: str, directory: Path) -> ctypes.CDLL:
+    """A kernel as a shared library."""
+    text = Path(module).with_suffix(".cu").read_text(encoding="utf-8")
+    text = re.sub(r"extern __shared__ .*? shared\[\];", "u8* shared = block_shared;", text) + entry
+    source = directory / ("_".join(str(value) for value in macros.values()) + ".cpp")
+    source.write_text(text, encoding="utf-8")
+    include = Path(module).parent / "include"
+    options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", "-I", str(HOST), "-idirafter", str(include)]
+    target = source.with_suffix(".so")
+    defines = [f"-D{name}={value}" for name, value in macros.items()]
+    subprocess.run([str(COMPILER), *options, *defines, "-o", str(target), str(source)], check=True)
+    return ctypes.CDLL(str(target))
