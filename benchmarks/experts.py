@@ -78,7 +78,7 @@ def main() -> int:
         return check_family(options.check, options.cache_dir, device)
     faulthandler.dump_traceback_later(options.limit_s, exit=True)
     begin = time.perf_counter()
-    say(describe(device))
+    say(describe(device, "gpu-experts-merge"))
     compile_all(options, device)
     say(f"[{time.perf_counter() - begin:5.1f} s] kernels compiled")
     passed = check_all(options.cache_dir)

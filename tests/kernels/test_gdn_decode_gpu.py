@@ -36,7 +36,7 @@ def test_plans_of_the_model() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"key_dim": 96}, {"value_dim": 40}, {"heads": 40}, {"rows": 17, "kept": 17}, {"parts": 16}],
+    [{"key_dim": 80}, {"value_dim": 40}, {"heads": 40}, {"rows": 17, "kept": 17}, {"parts": 16}],
     ids=str,
 )
 def test_sizes_that_have_no_kernel(change: dict[str, int]) -> None:

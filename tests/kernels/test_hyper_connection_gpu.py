@@ -67,7 +67,7 @@ def test_mix_tape_is_a_permutation(d: int, multiprocessors: int, slices: int) ->
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
 @pytest.mark.parametrize("capacity", [1, 8, 16])
 def test_compiles(capacity: int, arch: str, tmp_path: Path) -> None:
-    plan, mix = plan_down(324, 320, 4, 2560, 132), plan_mix(2560, 4, 320, 132)
+    plan, mix = plan_down(324, 320, 4, 2560, 132, 2), plan_mix(2560, 4, 320, 132)
     for source, macros in (
         ("hc_down.cu", hc_down_module.kernel_macros(plan, capacity, True)),
         ("hc_down.cu", hc_down_module.kernel_macros(plan_down(320, 320, 4, 2560, 132, 2, False), capacity, False)),
@@ -87,7 +87,7 @@ def test_repack_stays_with_torch_where_it_must(caplog: pytest.LogCaptureFixture)
 
 def test_streamed_weights_on_the_cpu_are_the_reference() -> None:
     inputs = hc_down_inputs(3, 256, 20, "bf16", torch.bfloat16, "cpu")
-    plan = plan_down(24, 20, 4, 256, 8)
+    plan = plan_down(24, 20, 4, 256, 8, 1)
     streamed = StreamedDown(plan, pack_tape(inputs["down"][0].data, plan.stream), Path())
     for ours, wanted in zip(hc_down(**{**inputs, "down": (streamed,)}), hc_down_reference(**inputs), strict=True):
         assert torch.equal(ours, wanted)

@@ -65,7 +65,7 @@ def test_down_on_the_host(parts: int, norm_first: bool, tmp_path: Path) -> None:
 def test_down_without_a_write_and_without_inject_rows(tmp_path: Path) -> None:
     inputs = hc_down_inputs(3, 256, 20, "bf16", torch.bfloat16, "cpu", write=False)
     weight = hc_down_module.PackedWeight("bf16", (20, 1024), inputs["down"][0].data[:20].contiguous())
-    plan = plan_down(20, 20, 4, 256, 8)
+    plan = plan_down(20, 20, 4, 256, 8, 1)
     tape = pack_tape(weight.data, plan.stream)
     library = build("hc_down", hc_down_module.kernel_macros(plan, 4, False), "GROUPS * SPLIT, SPLIT", tmp_path)
     residual = inputs["residual"]
