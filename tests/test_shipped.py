@@ -110,6 +110,16 @@ def test_coupled_text_is_the_same_for_every_number_of_drafts() -> None:
     assert len(texts) == 1
 
 
+def test_yarn_by_override_reaches_past_the_trained_context() -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 100000.0, "partial_rotary_factor": 0.25, "factor": 4.0}
+    rope |= {"original_max_position_embeddings": 4096, "mrope_section": [4, 2, 2]}
+    overrides = {"text_config": {"rope_parameters": rope, "max_position_embeddings": 16384}}
+    arguments = ("generate", "--prompt", "def main", "--max-tokens", "8", "--temperature", "0")
+    stretched = run(*arguments, "--hf-overrides", json.dumps(overrides), "--max-model-len", "8192")
+    assert stretched.returncode == 0, stretched.stderr
+    assert stretched.stdout.strip()
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -123,6 +133,9 @@ def test_coupled_text_is_the_same_for_every_number_of_drafts() -> None:
         (("generate", "--prompt", "x", "--top-p", "0"), "top_p"),
         (("generate", "--prompt", "x", "--max-tokens", "0"), "max_tokens must be at least 1"),
         (("generate", "no/such/model", "--prompt", "x"), "no/such/model"),
+        (("generate", "--prompt", "x", "--hf-overrides", "{"), "--hf-overrides wants a JSON object"),
+        (("generate", "--prompt", "x", "--hf-overrides", "[1]"), "--hf-overrides wants a JSON object"),
+        (("generate", "--prompt", "x", "--max-model-len", "1"), "--max-model-len must be 2 to 4096"),
         (("generate", "--prompt", "word " * 400, "--max-model-len", "64"), "leaves no room"),
     ],
 )

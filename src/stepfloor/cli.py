@@ -3,7 +3,7 @@
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -60,6 +60,7 @@ def generate(
     max_model_len: Annotated[int, typer.Option(help="Prompt and output together, in tokens.")] = 4096,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end of a turn.")] = False,
     json: Annotated[bool, typer.Option("--json", help="End with one JSON object in place of the line.")] = False,
+    hf_overrides: Annotated[str | None, typer.Option(help="JSON that replaces keys of the text config.")] = None,
     revision: Revision = None,
     download: Download = False,
 ) -> None:
@@ -73,7 +74,7 @@ def generate(
         prompt = "" if sys.stdin.isatty() else sys.stdin.read()
         if not prompt:
             raise UserError("wanted a prompt; pass --prompt TEXT, --token-ids 1,2,3 or text on standard input")
-    checkpoint = _open(_shipped() if model is None else model, revision, download)
+    checkpoint = _open(_shipped() if model is None else model, revision, download, _overrides(hf_overrides))
     from stepfloor.config import EngineConfig
     from stepfloor.tools.generate import Prompt, sampling_from
     from stepfloor.tools.generate import generate as run
@@ -123,7 +124,25 @@ def _shipped() -> str:
     return str(Path(__file__).parent / "shipped")
 
 
-def _open(model: str, revision: str | None = None, download: bool = False) -> "Checkpoint":
+def _overrides(text: str | None) -> dict[str, Any]:
+    """The keys of --hf-overrides, written for the text config or, as vLLM takes them, inside text_config."""
+    import json
+
+    try:
+        raw: Any = json.loads(text or "{}")
+    except json.JSONDecodeError as error:
+        raise UserError(f"--hf-overrides wants a JSON object; got {text!r} ({error})") from None
+    if not isinstance(raw, dict):
+        raise UserError(f"--hf-overrides wants a JSON object; got {text!r}")
+    inner = raw.get("text_config", raw)
+    if not isinstance(inner, dict):
+        raise UserError(f"--hf-overrides: text_config must be an object; got {inner!r}")
+    return inner
+
+
+def _open(
+    model: str, revision: str | None = None, download: bool = False, overrides: dict[str, Any] | None = None
+) -> "Checkpoint":
     """Resolve a model with the Hugging Face variables of the environment, and open it."""
     from stepfloor.weights.checkpoint import open_checkpoint
     from stepfloor.weights.sources import Hub, hub_cache, resolve_source
@@ -134,7 +153,8 @@ def _open(model: str, revision: str | None = None, download: bool = False) -> "C
         offline=env.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"),
         token=env.get("HF_TOKEN"),
     )
-    return open_checkpoint(resolve_source(model, hub, revision=revision, download=download))
+    directory = resolve_source(model, hub, revision=revision, download=download)
+    return open_checkpoint(directory, hf_overrides=overrides)
 
 
 def main() -> None:
