@@ -87,7 +87,8 @@ class Launch:
     cluster       blocks of a cluster; more than 8 where the chip allows it
     dependent     programmatic dependent launch: blocks may start before the previous kernel of the stream has ended,
                   and the kernel waits for it itself
-    Not for two threads at once: the launch configuration is reused.
+    Not for two threads at once: the launch configuration is reused. Making one loads the kernel, which would spoil a
+    graph that is being captured: RuntimeError then says to run the step once before.
     """
 
     def __init__(
@@ -103,6 +104,10 @@ class Launch:
     ) -> None:
         from cuda.bindings import driver
 
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{name} would be loaded while a graph is captured; run the step once before capturing it"
+            )
         self._device = device
         self._function = _load(cubin, name, device, shared_bytes, cluster)
         self._config = config = driver.CUlaunchConfig()
