@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import stepfloor
@@ -120,6 +121,24 @@ def test_yarn_by_override_reaches_past_the_trained_context() -> None:
     assert stretched.stdout.strip()
 
 
+def test_drafts_without_a_drafter_are_refused_when_asked_for(tmp_path: Path) -> None:
+    """Without the option such a checkpoint decodes plainly; with it, nothing is quietly left out."""
+    for file in SHIPPED.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    config = json.loads((SHIPPED / "config.json").read_text())
+    config["text_config"] |= {"mtp_num_hidden_layers": 0}
+    weights = {k: v for part in SHIPPED.glob("*.safetensors") for k, v in load_file(part).items() if k[:4] != "mtp."}
+    for file in (*tmp_path.glob("*.safetensors*"), tmp_path / "config.json"):
+        file.unlink()
+    save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = ("generate", str(tmp_path), "--prompt", "x", "--max-tokens", "4", "--temperature", "0")
+    assert run(*arguments).returncode == 0
+    refused = run(*arguments, "--spec-tokens", "2")
+    assert refused.returncode == 2
+    assert "no drafter" in refused.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -136,6 +155,7 @@ def test_yarn_by_override_reaches_past_the_trained_context() -> None:
         (("generate", "--prompt", "x", "--hf-overrides", "{"), "--hf-overrides wants a JSON object"),
         (("generate", "--prompt", "x", "--hf-overrides", "[1]"), "--hf-overrides wants a JSON object"),
         (("generate", "--prompt", "x", "--max-model-len", "1"), "--max-model-len must be 2 to 4096"),
+        (("generate", "--prompt", "x", "--max-model-len", "5000"), "--max-model-len must be 2 to 4096"),
         (("generate", "--prompt", "word " * 400, "--max-model-len", "64"), "leaves no room"),
     ],
 )

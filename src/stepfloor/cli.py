@@ -53,11 +53,13 @@ def generate(
     top_p: Annotated[float | None, typer.Option(help="Without it, the checkpoint's own.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Without it, the checkpoint's own.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of the noise; one seed gives one text.")] = None,
-    spec_tokens: Annotated[int, typer.Option(help="Drafts a step, 0 to 7.")] = 3,
+    spec_tokens: Annotated[int | None, typer.Option(help="Drafts a step, 0 to 7; 3 where there is a drafter.")] = None,
     acceptance: Annotated[str, typer.Option(help="standard, or coupled: text the same for every --spec-tokens.")] = (
         "standard"
     ),
-    max_model_len: Annotated[int, typer.Option(help="Prompt and output together, in tokens.")] = 4096,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Prompt and output together, in tokens; the model's context, at most 4096.")
+    ] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end of a turn.")] = False,
     json: Annotated[bool, typer.Option("--json", help="End with one JSON object in place of the line.")] = False,
     hf_overrides: Annotated[str | None, typer.Option(help="JSON that replaces keys of the text config.")] = None,
@@ -82,9 +84,9 @@ def generate(
     if acceptance not in ("standard", "coupled"):
         raise UserError(f"--acceptance must be standard or coupled; got {acceptance!r}")
     config = EngineConfig(
-        spec_tokens=spec_tokens if checkpoint.has_drafter else 0,
+        spec_tokens=(3 if checkpoint.has_drafter else 0) if spec_tokens is None else spec_tokens,
         acceptance="coupled" if acceptance == "coupled" else "standard",
-        max_model_len=min(max_model_len, checkpoint.config.max_position_embeddings),
+        max_model_len=min(4096, checkpoint.config.max_position_embeddings) if max_model_len is None else max_model_len,
     )
     run(
         checkpoint,
