@@ -316,7 +316,8 @@ def check_greedy(case: Case, new_tokens: int = 64) -> None:
                 assert gap <= room
 
 
-@pytest.mark.parametrize("seed", [4, 5, 9])  # without a near-tie
+# of seeds 1 to 12 those below the bound by a third; the test below prints them all
+@pytest.mark.parametrize("seed", [4, 5, 9])
 def test_the_tiny_model_within_the_architectures_bound(tmp_path: Path, seed: int) -> None:
     # 15 blocks for a budget of 4; the end of text inside, doubled, and at an edge of a chunk
     oracle = Oracle(tmp_path, seed)
@@ -331,6 +332,24 @@ def test_the_tiny_model_within_the_architectures_bound(tmp_path: Path, seed: int
     assert max(len(kept) for kept in mine.kept[0]) < 20, "the budget should leave something out"
     assert (logits - expected).abs().max() <= BOUND
     assert (logits - cached_logits(oracle, tokens, (21, 41, 57, 58, 59))).abs().max() <= BOUND
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 13))
+def test_every_tiny_model_within_its_own_bound(tmp_path: Path, seed: int) -> None:
+    """Prints by how much each differs, so that nobody has to believe that the seeds above stand for all."""
+    oracle = Oracle(tmp_path, seed)
+    tokens = torch.randint(0, TINY["vocab_size"], (60,), generator=torch.Generator().manual_seed(seed)).tolist()
+    tokens[20] = tokens[21] = tokens[40] = EOS
+    ours = Ours(open_checkpoint(tmp_path), spec_tokens=1)
+    with watch(oracle.model) as theirs, watch_ours(ours) as mine:
+        expected, logits = oracle.logits(tokens), ours.logits(tokens)
+    clear = theirs.clear_rows(60)
+    assert mine.kept == theirs.kept
+    bound = own_bound(oracle, tokens, expected, clear)
+    difference = apart(logits[:clear], expected[:clear])
+    print(f"seed {seed}: {clear} rows, logits differ by {difference:.2e}, bound {bound:.1e}")
+    assert difference <= bound
 
 
 @settings(max_examples=10, phases=UNSHRUNK)
