@@ -4,9 +4,12 @@ Tests marked slow draw new examples in every run (`derandomize=False`).
 """
 
 import torch
+import triton
 from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)
+# before any kernel is defined: without a GPU, the interpreter runs Triton kernels on the CPU
+triton.knobs.runtime.interpret = not torch.cuda.is_available()
 
 settings.register_profile(
     "stepfloor",

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -228,9 +229,46 @@ class _NoTriton:
         )
 
 
+def runs_triton(tensor: Tensor) -> bool:
+    """Whether an operator launches its Triton kernel on this tensor; on the CPU it runs its reference.
+
+    Tests call the launching function itself, on the CPU too, where Triton's interpreter runs the kernel.
+    """
+    return HAS_TRITON and tensor.is_cuda
+
+
+def dependent_launch(tensor: Tensor) -> dict[str, Any]:
+    """Launch options of a Triton kernel that ends with `PDL: tl.constexpr` and begins with `start(PDL)`.
+
+    With programmatic dependent launch (compute capability 9.0) the kernel may be resident before its predecessor has
+    ended, and its successor before it has: what a launch costs in a chain falls from 1.2 to 0.75 us on an H200.
+    """
+    if tensor.is_cuda and torch.cuda.get_device_capability(tensor.device)[0] >= 9:
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
+
+
 try:
     import triton
     import triton.language as tl
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+    HAS_TRITON = True
 except ModuleNotFoundError:
     triton: Any = _NoTriton()
     tl: Any = _NoTriton()
+    gdc_launch_dependents: Any = _NoTriton()
+    gdc_wait: Any = _NoTriton()
+    HAS_TRITON = False
+
+
+@triton.jit
+def start(PDL: tl.constexpr):
+    """Let the successor's blocks in, then wait until everything the predecessors wrote can be read.
+
+    Every kernel of a chain has to wait before it ends, and before it writes: the wait of a successor covers what came
+    before this kernel only because this kernel waited too.
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()

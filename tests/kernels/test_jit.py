@@ -1,0 +1,27 @@
+"""What Triton kernels share, under the interpreter or on a GPU."""
+
+import torch
+
+from stepfloor.kernels._jit import dependent_launch, runs_triton, start, tl, triton
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@triton.jit
+def _add_one(x_ptr, y_ptr, n, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    start(PDL)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + i, tl.load(x_ptr + i, mask=i < n) + 1, mask=i < n)
+
+
+def test_a_chain_of_dependent_launches() -> None:
+    x = torch.arange(100.0, device=DEVICE)
+    for _ in range(10):
+        y = torch.full_like(x, float("nan"))
+        _add_one[(2,)](x, y, 100, BLOCK=64, **dependent_launch(x))
+        x = y
+    assert torch.equal(x.cpu(), torch.arange(100.0) + 10)
+
+
+def test_the_cpu_runs_references() -> None:
+    assert not runs_triton(torch.zeros(1))
