@@ -3,6 +3,7 @@
 import torch
 
 from stepfloor.kernels._jit import dependent_launch, runs_triton, start, tl, triton
+from tests.kernels.compiled import Case, assert_compiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -25,3 +26,9 @@ def test_a_chain_of_dependent_launches() -> None:
 
 def test_the_cpu_runs_references() -> None:
     assert not runs_triton(torch.zeros(1))
+
+
+def test_a_dependent_launch_compiles() -> None:
+    signature = {"x_ptr": "*bf16", "y_ptr": "*bf16", "n": "i32"}
+    constants = {"BLOCK": 64, "PDL": True}
+    assert_compiles([Case("tests.kernels.test_jit", "_add_one", signature, constants, arch=arch) for arch in (90, 120)])
