@@ -169,12 +169,17 @@ class ModelConfig:
     def load(cls, directory: Path, hf_overrides: Mapping[str, Any] | None = None) -> "ModelConfig":
         """Read config.json of a checkpoint directory. Raises UserError if it is absent, broken or foreign."""
         path = directory / "config.json"
+        if not path.is_file():
+            raise UserError(f"a checkpoint needs config.json; {directory} has none; pass the model's directory")
+        return cls.read(path, hf_overrides)
+
+    @classmethod
+    def read(cls, path: Path, hf_overrides: Mapping[str, Any] | None = None) -> "ModelConfig":
+        """Read one config.json. Raises UserError if it is absent, broken or foreign."""
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise UserError(
-                f"a checkpoint needs config.json; {directory} has none; pass the model's directory"
-            ) from None
+        except OSError as error:
+            raise UserError(f"{path} cannot be read ({error.strerror}); pass the path of a config.json") from None
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise UserError(f"{path} is not valid JSON ({error}); download it again") from None
         return cls.from_dict(raw, source=str(path), hf_overrides=hf_overrides)

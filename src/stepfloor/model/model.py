@@ -5,6 +5,7 @@ residual is S streams of width D; a sub-layer reads one mixed vector of D and wr
 That write waits for the next read, since the two are one operator (hc_down).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -128,7 +129,10 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Immutable after load. cos, sin [positions, rotary] cover every position a sequence may touch."""
+    """Immutable after load. cos, sin [positions, rotary] cover every position a sequence may touch.
+
+    on_routed  called with every layer and the experts [T, topk] its rows chose, while work is queued: it may queue more
+    """
 
     config: ModelConfig
     embedding: Tensor
@@ -138,6 +142,7 @@ class Model:
     drafter: Drafter | None
     cos: Tensor
     sin: Tensor
+    on_routed: Callable[[Layer, Tensor], None] | None = None
 
     def target(self, rows: Rows, cache: CacheTensors) -> tuple[Tensor, Tensor]:
         """Run rows through every layer.
@@ -183,7 +188,7 @@ class Model:
         else:
             y = self._sparse_attention(layer.attention, layer.index, x, rows, cache)
         residual, x, weights = self._read(layer.mlp_hc, Written(residual, y, weights))
-        return Written(residual, self._experts(layer.experts, x), weights)
+        return Written(residual, self._experts(layer, x), weights)
 
     def _read(self, hc: HyperConnection, stream: Written) -> tuple[Tensor, Tensor, Tensor]:
         """Write what waits, then mix the streams: the residual, a sub-layer's input, and its write weights."""
@@ -278,7 +283,8 @@ class Model:
         )
         return linear(mixed.flatten(0, 1), attention.out)
 
-    def _experts(self, experts: Experts, x: Tensor) -> Tensor:
+    def _experts(self, layer: Layer, x: Tensor) -> Tensor:
+        experts = layer.experts
         ids, weights, shared, shared_gate = moe_route(
             x,
             experts.router,
@@ -287,6 +293,8 @@ class Model:
             self.config.num_experts_per_tok,
             self.config.norm_topk_prob,
         )
+        if self.on_routed is not None:
+            self.on_routed(layer, ids)
         hidden = moe_gate_up(x, ids, experts.gate_up)
         return moe_down(hidden, ids, weights, experts.down, shared, shared_gate, experts.shared_down)
 
