@@ -1,7 +1,9 @@
 """Triton's interpreter with the arithmetic of a GPU where it has another: import it for its effect.
 
 Triton 3.6 to 3.9: the interpreter cuts float32 off where it should round to bf16, and multiplies the bits of bf16
-operands, as integers, in `tl.dot`. Kernels round where their references do, so tests need the real rounding.
+operands, as integers, in `tl.dot`. Kernels round where their references do, so tests need the real rounding. And
+`tl.sum`, `tl.max`, `tl.cumsum` and others are themselves Triton functions, made when Triton is imported: turning the
+interpreter on afterwards, as tests/conftest.py does, leaves them out.
 """
 
 from typing import Any
@@ -12,14 +14,21 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
+EXACT = {tl.bfloat16: torch.bfloat16, tl.float8e4nv: torch.float8_e4m3fn}
+
 _convert = interpreter._convert_float
 _dot = interpreter.InterpreterBuilder.create_dot
 
 
 def _rounding(data: np.ndarray, source: Any, target: Any, mode: Any) -> np.ndarray:
-    if source == tl.float32 and target == tl.bfloat16:
-        rounded = torch.from_numpy(np.array(data, dtype=np.float32)).to(torch.bfloat16)
-        return rounded.view(torch.int16).numpy().view(np.uint16)
+    if source == tl.float32 and target in EXACT:
+        rounded = torch.from_numpy(np.array(data, dtype=np.float32)).to(EXACT[target])
+        bits = torch.int16 if target == tl.bfloat16 else torch.int8
+        return rounded.view(bits).numpy().view(np.uint16 if target == tl.bfloat16 else np.uint8)
+    if source == tl.float8e4nv and target == tl.float32:
+        return torch.from_numpy(np.array(data, dtype=np.uint8)).view(torch.float8_e4m3fn).float().numpy()
+    if source == tl.float8e4nv and target == tl.bfloat16:
+        return _rounding(_rounding(data, source, tl.float32, mode), tl.float32, target, mode)
     return _convert(data, source, target, mode)
 
 
@@ -39,3 +48,9 @@ def _float_dot(self: Any, a: Any, b: Any, d: Any, precision: Any, imprecise: Any
 if triton.knobs.runtime.interpret:
     interpreter._convert_float = _rounding
     interpreter.InterpreterBuilder.create_dot = _float_dot
+    for name, function in list(vars(tl.standard).items()):
+        if isinstance(function, triton.runtime.jit.JITFunction):
+            interpreted = interpreter.InterpretedFunction(function.fn)
+            for owner in (tl.standard, tl, tl.core.tensor):
+                if getattr(owner, name, None) is function:
+                    setattr(owner, name, interpreted)

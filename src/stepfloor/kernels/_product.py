@@ -171,7 +171,7 @@ def _product_kernel(
     slice = tl.program_id(2)
     weight_row = column.to(tl.int64)
     x_row = row.to(tl.int64) * x_stride
-    total = tl.full((ROWS, BLOCK_N), 0.0, tl.float32)  # tl.zeros is no builtin: the interpreter wants it set up earlier
+    total = tl.full((ROWS, BLOCK_N), 0.0, tl.float32)
     for step in tl.range(slice * steps, slice * steps + steps):
         at = step * BLOCK_K + tl.arange(0, BLOCK_K)
         x = tl.load(x_ptr + x_row[:, None] + at[None, :], mask=(row < count)[:, None] & (at < k)[None, :], other=0)
