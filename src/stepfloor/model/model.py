@@ -8,6 +8,7 @@ That write waits for the next read, since the two are one operator (hc_down).
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from stepfloor.cache.tensors import CacheTensors, Rows
@@ -18,12 +19,13 @@ from stepfloor.kernels.gdn_decode import gdn_decode
 from stepfloor.kernels.gdn_prefill import gdn_prefill
 from stepfloor.kernels.hc_down import StreamedDown, hc_down
 from stepfloor.kernels.hc_mix import StreamedMix, hc_mix
-from stepfloor.kernels.linear import StreamedWeight, linear
+from stepfloor.kernels.linear import MAX_ROWS, StreamedWeight, linear
 from stepfloor.kernels.moe_down import TiledExperts, TiledShared, moe_down
 from stepfloor.kernels.moe_gate_up import moe_gate_up
 from stepfloor.kernels.moe_route import moe_route
 from stepfloor.kernels.mtp_fuse import mtp_fuse
-from stepfloor.kernels.ngram_gather import ngram_gather
+from stepfloor.kernels.mtp_norm import mtp_norm
+from stepfloor.kernels.ngram_gather import GatherTable, ngram_gather
 from stepfloor.kernels.ngram_rows import ngram_rows
 from stepfloor.kernels.ple_mix import ple_mix
 from stepfloor.kernels.qsa_attend import qsa_attend
@@ -85,7 +87,7 @@ class NgramBlock:
     multipliers: Tensor
     sizes: Tensor
     offsets: Tensor
-    shards: tuple[PackedWeight, ...]
+    shards: tuple[PackedWeight, ...] | GatherTable
     key_value: Projection
     norm_key: Tensor
     norm_query: Tensor
@@ -111,8 +113,8 @@ class Drafter:
 
     norm_hidden: Tensor
     norm_embedding: Tensor
-    fc_hidden: Matrices
-    fc_embedding: Matrices
+    fc_hidden: Projection
+    fc_embedding: Projection
     layer: Layer
     mixer: HyperConnection
     head: Projection
@@ -163,16 +165,21 @@ class Model:
         Returns its residual before its mixer, which the next pass reads, and the mixed vector for its head.
         """
         config = self.config
-        fused = mtp_fuse(
+        hidden, token = mtp_norm(
             residual,
-            self.embedding[following.flatten()],
+            self.embedding,
+            following.flatten(),
             drafter.norm_hidden,
             drafter.norm_embedding,
-            drafter.fc_hidden,
-            drafter.fc_embedding,
             config.hc_count,
             config.rms_norm_eps,
         )
+        # S rows a token: a decode step may have more than `linear` takes for one, and the library's bits depend on
+        # how many there are
+        parts = (hidden,) if rows.chunk else hidden.split(MAX_ROWS // config.hc_count)
+        projected = [linear(part, drafter.fc_hidden) for part in parts]
+        streams = projected[0] if len(projected) == 1 else torch.cat(projected)
+        fused = mtp_fuse(streams, linear(token, drafter.fc_embedding))
         return self._final(drafter.mixer, self._layer(drafter.layer, Written(fused), rows, cache))
 
     def logits(self, hidden: Tensor, head: Projection | None = None) -> Tensor:

@@ -209,11 +209,15 @@ def ple_mix(sequences: int, rows: int, hidden_size: int, streams: int, conv_kern
     return (weights + sequences * (history + activations)) * BF16_BYTES
 
 
-def mtp_fuse(tokens: int, hidden_size: int, streams: int, format_name: str) -> int:
-    """The drafter's input: embedding rows and residuals in, two matrices and two norms, fused residual out."""
+def mtp_norm(tokens: int, hidden_size: int, streams: int) -> int:
+    """The drafter's two norms: ids, embedding rows and residuals in, both normalised out."""
     width = streams * hidden_size
-    weights = 2 * stored_bytes(format_name, hidden_size, hidden_size) + (hidden_size + width) * BF16_BYTES
-    return weights + tokens * (hidden_size + 2 * width) * BF16_BYTES
+    return (hidden_size + width) * BF16_BYTES + tokens * (INT64_BYTES + 2 * (hidden_size + width) * BF16_BYTES)
+
+
+def mtp_fuse(tokens: int, hidden_size: int, streams: int) -> int:
+    """The drafter's input: projected streams and projected embedding in, their sums out."""
+    return tokens * (2 * streams + 1) * hidden_size * BF16_BYTES
 
 
 def process_logits(rows: int, vocab_size: int) -> int:
