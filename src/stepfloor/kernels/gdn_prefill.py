@@ -14,94 +14,56 @@ Networks), section 3.3, with c the running sum of log decays in the chunk and G[
 import torch
 from torch import Tensor
 
+from stepfloor.kernels._delta import DeltaConstants
 from stepfloor.kernels._torch import DeltaRows, delta_rows, delta_rule, gated_norm
 
 CHUNK_ROWS = 64
 
 
 def gdn_prefill_reference(
-    projected: Tensor,
-    state: Tensor,
-    history: Tensor,
-    conv_weight: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    norm_weight: Tensor,
-    key_heads: int,
-    key_dim: int,
-    eps: float,
-    activation: str,
+    projected: Tensor, state: Tensor, raw_rows: Tensor, slots: Tensor, constants: DeltaConstants
 ) -> Tensor:
     """The recurrence, row by row."""
-    rows, z = _operands(projected, history, conv_weight, a_log, dt_bias, norm_weight, key_heads, key_dim)
-    mixed = delta_rule(rows, state, 0, projected.shape[0]).to(projected.dtype)
-    return gated_norm(mixed, z, norm_weight, eps, activation).flatten(1)
+    slot = int(slots[0])
+    rows, z = _operands(projected, raw_rows[slot], constants)
+    mixed = delta_rule(rows, state[slot], 0, projected.shape[0]).to(projected.dtype)
+    return gated_norm(mixed, z, constants.norm_weight, constants.eps, constants.activation).flatten(1)
 
 
-def gdn_prefill(
-    projected: Tensor,
-    state: Tensor,
-    history: Tensor,
-    conv_weight: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    norm_weight: Tensor,
-    key_heads: int,
-    key_dim: int,
-    eps: float,
-    activation: str,
-) -> Tensor:
+def gdn_prefill(projected: Tensor, state: Tensor, raw_rows: Tensor, slots: Tensor, constants: DeltaConstants) -> Tensor:
     """Run T prompt rows of one sequence and leave the state after the last.
 
     projected  [T, C + HV * V + 2 * HV]: q, k, v before convolution, z, b, a
-    state      [HV, K, V] float32, advanced in place
-    history    [taps - 1, C] projected rows before the chunk (zeros at the start), replaced in place
-    The rest as in gdn_decode. Returns [T, HV * V]. Raises ValueError if projected has other columns.
+    state      [slots, HV, K, V] float32, advanced in place
+    raw_rows   [slots, at least taps - 1, C]: projected rows before the chunk (zeros at the start), replaced in place
+    slots      [1] int64, the sequence's
+    Returns [T, HV * V]. Raises ValueError if the shapes disagree.
     """
-    columns = conv_weight.shape[0] + a_log.shape[0] * (norm_weight.shape[0] + 2)
-    if projected.ndim != 2 or projected.shape[1] != columns:
-        raise ValueError(f"gdn_prefill wants projected [T, {columns}]; got {tuple(projected.shape)}")
+    if projected.ndim != 2 or projected.shape[1] != constants.columns or slots.shape != (1,):
+        raise ValueError(
+            f"gdn_prefill wants projected [T, {constants.columns}], slots [1]; got {tuple(projected.shape)}, "
+            f"{tuple(slots.shape)}"
+        )
     run = gdn_prefill_reference if projected.device.type == "cpu" else _gdn_prefill_chunked
-    return run(
-        projected,
-        state,
-        history,
-        conv_weight,
-        a_log,
-        dt_bias,
-        norm_weight,
-        key_heads,
-        key_dim,
-        eps,
-        activation,
-    )
+    return run(projected, state, raw_rows, slots, constants)
 
 
 def _gdn_prefill_chunked(
-    projected: Tensor,
-    state: Tensor,
-    history: Tensor,
-    conv_weight: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    norm_weight: Tensor,
-    key_heads: int,
-    key_dim: int,
-    eps: float,
-    activation: str,
+    projected: Tensor, state: Tensor, raw_rows: Tensor, slots: Tensor, constants: DeltaConstants
 ) -> Tensor:
-    rows, z = _operands(projected, history, conv_weight, a_log, dt_bias, norm_weight, key_heads, key_dim)
+    slot = int(slots[0])
+    rows, z = _operands(projected, raw_rows[slot], constants)
     output, after = chunked_delta_rule(
         rows.query.transpose(0, 1),
         rows.key.transpose(0, 1),
         rows.value.transpose(0, 1),
         rows.log_decay.transpose(0, 1),
         rows.beta.transpose(0, 1),
-        state,
+        state[slot],
     )
-    state.copy_(after)
+    state[slot] = after
     mixed = output.transpose(0, 1).to(projected.dtype)
-    return gated_norm(mixed, z, norm_weight, eps, activation).flatten(1)
+    return gated_norm(mixed, z, constants.norm_weight, constants.eps, constants.activation).flatten(1)
 
 
 def chunked_delta_rule(
@@ -143,32 +105,26 @@ def gdn_prefill_inputs(
     channels = 2 * key_heads * key_dim + heads * value_dim
     return {
         "projected": rand(t, channels + heads * value_dim + 2 * heads).to(dtype),
-        "state": 0.1 * rand(heads, key_dim, value_dim),
-        "history": rand(3, channels).to(dtype),
-        "conv_weight": rand(channels, 4) / 2,
-        "a_log": torch.linspace(0, 2, heads, device=device),
-        "dt_bias": torch.ones(heads, device=device),
-        "norm_weight": (1 + 0.1 * rand(value_dim)).to(dtype),
-        "key_heads": key_heads,
-        "key_dim": key_dim,
-        "eps": 1e-6,
-        "activation": "sigmoid",
+        "state": 0.1 * rand(2, heads, key_dim, value_dim),
+        "raw_rows": rand(2, 4, channels).to(dtype),
+        "slots": torch.ones(1, dtype=torch.int64, device=device),
+        "constants": DeltaConstants(
+            conv_weight=rand(channels, 4) / 2,
+            a_log=torch.linspace(0, 2, heads, device=device),
+            dt_bias=torch.ones(heads, device=device),
+            norm_weight=(1 + 0.1 * rand(value_dim)).to(dtype),
+            key_heads=key_heads,
+            key_dim=key_dim,
+            eps=1e-6,
+            activation="sigmoid",
+        ),
     }
 
 
-def _operands(
-    projected: Tensor,
-    history: Tensor,
-    conv_weight: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    norm_weight: Tensor,
-    key_heads: int,
-    key_dim: int,
-) -> tuple[DeltaRows, Tensor]:
-    heads, value_dim = a_log.shape[0], norm_weight.shape[0]
-    raw, z, gates = projected.split((conv_weight.shape[0], heads * value_dim, 2 * heads), -1)
+def _operands(projected: Tensor, raw_rows: Tensor, constants: DeltaConstants) -> tuple[DeltaRows, Tensor]:
+    history = raw_rows[: constants.history]
+    raw, z, gates = projected.split(constants.parts, -1)
     window = torch.cat((history, raw))
     history.copy_(window[window.shape[0] - history.shape[0] :])
-    rows = delta_rows(window, gates, conv_weight, a_log, dt_bias, key_heads, key_dim)
-    return rows, z.reshape(projected.shape[0], heads, value_dim)
+    rows = delta_rows(window, gates, constants)
+    return rows, z.reshape(projected.shape[0], constants.heads, constants.value_dim)
