@@ -4,8 +4,9 @@ The recurrent state is kept as it was at an earlier commit, beside the projected
 the rows that the last step accepted and writes the state once; then it runs its own rows, which stay pending
 until the next step knows how many of them were accepted.
 
-On a GPU one kernel does all of it in bf16 (`gdn_decode.cu`): the state is read once and written once. The bits of a row
-there depend on nothing but the row and what came before it: not on B, not on R, nor on whether it was replayed.
+On a GPU one kernel does all of it in bf16 (`gdn_decode.cu`): the state is read once and written once. What that kernel
+refuses, other sizes, types and devices, goes through four Triton kernels (`_delta.py`). The bits of a row depend on
+nothing but the row and what came before it in either: not on B, not on R, nor on whether it was replayed.
 
 Source: transformers 5.24, Qwen4ExpTextGatedDeltaNet.forward (qwen4_exp/modeling_qwen4_exp.py).
 """
@@ -19,8 +20,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from stepfloor.kernels._delta import DeltaConstants
-from stepfloor.kernels._jit import Launch, compile_cuda, default_cache_dir, device_arch, missing_for_cuda
+from stepfloor.kernels._delta import DeltaConstants, Replay, close, keep, prepare, recur, why_not_triton
+from stepfloor.kernels._jit import Launch, compile_cuda, default_cache_dir, device_arch, missing_for_cuda, runs_triton
 from stepfloor.kernels._torch import delta_rows, delta_rule, gated_norm
 
 logger = logging.getLogger(__name__)
@@ -180,13 +181,38 @@ def gdn_decode(
     operands = (projected, state, raw_rows, gate_rows, slots, pending, constants)
     if projected.is_cuda:
         plan = choose_plan(plan_for(constants, projected.shape[1], gate_rows.shape[1]), projected.shape[0])
-        reason = _why_not_here(plan, projected.device, _as_the_kernel_reads(*operands))
+        reason = _why_not_cuda(plan, projected.device, _as_the_kernel_reads(*operands))
         if reason is None:
             out = projected.new_empty((*projected.shape[:2], constants.parts[1]))
             launch = launch_for(plan, projected.shape[0], projected.device, default_cache_dir())
             launch(pack_arguments(*operands, out, raw_rows, gate_rows))
             return out
+    if runs_triton(projected):
+        reason = why_not_triton(projected, (state, raw_rows, gate_rows, slots, pending), constants)
+        if reason is None:
+            return gdn_decode_triton(*operands)
+        _say(f"gdn_decode runs its reference: {reason}")
     return gdn_decode_reference(*operands)
+
+
+def gdn_decode_triton(
+    projected: Tensor,
+    state: Tensor,
+    raw_rows: Tensor,
+    gate_rows: Tensor,
+    slots: Tensor,
+    pending: Tensor,
+    constants: DeltaConstants,
+) -> Tensor:
+    """Queue the portable kernels."""
+    count, rows = projected.shape[:2]
+    replay = Replay(gate_rows, pending)
+    prepared = prepare(projected, raw_rows, slots, constants, replay)
+    out = projected.new_empty((count * rows, constants.parts[1]))
+    recur(prepared, state, slots, constants, replay, out)
+    close(out, projected, constants)
+    keep(projected, raw_rows, slots, constants, replay)
+    return out.view(count, rows, -1)
 
 
 def plan_for(constants: DeltaConstants, rows: int, kept: int) -> DeltaPlan:
@@ -278,8 +304,13 @@ def _as_the_kernel_reads(
 
 
 @cache
-def _why_not_here(plan: DeltaPlan, device: torch.device, readable: bool) -> str | None:
-    """Why the reference runs on a GPU, said once."""
+def _say(sentence: str) -> None:
+    logger.info(sentence)
+
+
+@cache
+def _why_not_cuda(plan: DeltaPlan, device: torch.device, readable: bool) -> str | None:
+    """Why the CUDA kernel does not run, said once."""
     reason = missing_for_cuda()
     if reason is None and not readable:
         reason = f"the kernel reads contiguous bf16 rows, float32 state and {TAPS} taps"
@@ -288,7 +319,7 @@ def _why_not_here(plan: DeltaPlan, device: torch.device, readable: bool) -> str 
     if reason is None and torch.cuda.get_device_capability(device)[0] < 9:
         reason = "the kernel needs compute capability 9.0 (clusters)"
     if reason is not None:
-        logger.info("gdn_decode runs its reference: %s", reason)
+        _say(f"gdn_decode does not run its CUDA kernel: {reason}")
     return reason
 
 
