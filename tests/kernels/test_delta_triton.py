@@ -188,14 +188,17 @@ def test_a_long_prompt_is_the_references(shape: tuple[int, int, int, int], rows:
 
 @pytest.mark.parametrize("shape", [SMALL[1], *ON_GPU[:2]], ids=str)
 def test_chunks_stay_within_their_bound(shape: tuple[int, int, int, int]) -> None:
-    """The bf16 chunk form beside float64 on the same rounded operands; without the low parts it would be 2**8 off.
+    """The bf16 chunk form beside float64 on the same rounded operands; without the low part of U it is past the bound.
 
-    A row's U is off by 2**-16 of sum |T| |v| (T the inverse times beta, in two parts) and 3 * 2**-16 of sum |W| |M|;
-    float32 sums of K + 64 terms add their roundings. Keys are unit vectors and the rule contracts, so a column of the
-    state is off, in length, by what it was and the sum of the errors of U.
+    A row of U is off by 2**-16 of sum |T| |v| (T the inverse times beta, in two parts) and 3 * 2**-16 of sum |W| |M|;
+    float32 sums of K + 64 terms add their roundings. It goes into the state by a unit key, decayed, with another 2**-16
+    of itself; what was wrong with the state before decays too, and the rule does not amplify it. So much for the length
+    of a column's error.
     """
     rows = 2 * CHUNK_ROWS
     inputs: dict[str, Any] = gdn_prefill_inputs(rows, *shape, torch.bfloat16, DEVICE)
+    # some heads keep a state for hundreds of rows, some for a few
+    inputs["constants"] = replace(inputs["constants"], a_log=torch.linspace(-6, 0, shape[1], device=DEVICE))
     ours = copied(inputs)
     gdn_prefill_triton(**ours)
     raw, _, gates = inputs["projected"].split(inputs["constants"].parts, -1)
@@ -213,15 +216,16 @@ def test_chunks_stay_within_their_bound(shape: tuple[int, int, int, int]) -> Non
         inverse = torch.linalg.inv(a + torch.eye(CHUNK_ROWS, dtype=torch.float64, device=DEVICE))
         for_value = (inverse * beta[:, None, :]).abs()
         w = (inverse * (beta * c.exp())[:, None, :]) @ key
-        parts = 2.0**-16 + 4 * (shape[2] + CHUNK_ROWS) * 2.0**-24
-        u = parts * (for_value @ value.abs()) + 3 * parts * (w.abs() @ state.abs())
-        off = off + u.sum(1) + parts * (u / parts).sum(1)
+        part_off = 2.0**-16 + (shape[2] + CHUNK_ROWS) * 2.0**-24
+        u = (inverse * beta[:, None, :]) @ value - w @ state
+        u_off = part_off * (for_value @ value.abs() + 3 * w.abs() @ state.abs() + u.abs())
+        last = c[:, -1:]
+        off = last.exp() * off + ((last - c).exp()[..., None] * u_off).sum(1)
         delta_rule(exact, state, part.start, part.stop)
     # a key or a value whose exponential fell on the other side of a bf16 boundary is no error of the chunk form
-    prepared = (ours["state"][1].double() - state).norm(dim=1)
-    moved = prepared > off
-    assert float(moved.float().mean()) <= 0.05, float((prepared / off).max())
-    assert bool((prepared <= off + 3 * 2.0**-7 * float(state.abs().max())).all())
+    away = (ours["state"][1].double() - state).norm(dim=1)
+    assert float((away > off).float().mean()) <= 0.05, float((away / off).max())
+    assert bool((away <= off + 3 * 2.0**-7 * float(state.abs().max())).all())
 
 
 @pytest.mark.parametrize("shape", [SMALL[1], *ON_GPU[:2]], ids=str)
