@@ -26,6 +26,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -201,10 +202,9 @@ def check_family(family: str, cache_dir: Path, device: torch.device) -> int:
     return int(bool(problems))
 
 
-def model_inputs(sequences: int, rows: int, kept: int, device: torch.device, seed: int = 0) -> dict[str, Tensor]:
+def model_inputs(sequences: int, rows: int, kept: int, device: torch.device, seed: int = 0) -> dict[str, Any]:
     """Operands in the order of pack_arguments, slots scattered, pending rows from none to all, NaN behind them."""
-    inputs = gdn_decode_inputs(sequences, kept, *SIZES, torch.bfloat16, str(device))
-    tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+    tensors: dict[str, Any] = gdn_decode_inputs(sequences, kept, *SIZES, torch.bfloat16, str(device))
     make = torch.Generator().manual_seed(seed)
     tensors["slots"] = (torch.randperm(sequences, generator=make) + 1).to(device)
     pending = torch.randint(0, kept + 1, (sequences,), generator=make)
@@ -217,7 +217,7 @@ def model_inputs(sequences: int, rows: int, kept: int, device: torch.device, see
     return tensors
 
 
-def run_plan(plan: DeltaPlan, inputs: dict[str, Tensor], cache_dir: Path, guard: bool = True) -> Tensor:
+def run_plan(plan: DeltaPlan, inputs: dict[str, Any], cache_dir: Path, guard: bool = True) -> Tensor:
     """One step, in place; NaN where the kernel does not write, and behind the output, which is looked at if guarded."""
     sequences = inputs["projected"].shape[0]
     held = inputs["projected"].new_full((sequences * plan.rows + 2, plan.heads * plan.value_dim), torch.nan)
@@ -226,7 +226,7 @@ def run_plan(plan: DeltaPlan, inputs: dict[str, Tensor], cache_dir: Path, guard:
     launch = launch_for(plan, sequences, held.device, cache_dir)
     if plan.early == 2:
         torch.cuda.synchronize()  # it reads before the kernel in front has ended
-    launch(pack_arguments(*inputs.values(), held, *to, 1e-6))
+    launch(pack_arguments(*inputs.values(), held, *to))
     for tensor, written in zip(kept, to, strict=True):
         tensor.copy_(written)
     if guard and not bool(held[-2:].isnan().all()):
@@ -234,9 +234,16 @@ def run_plan(plan: DeltaPlan, inputs: dict[str, Tensor], cache_dir: Path, guard:
     return held[:-2].view(sequences, plan.rows, -1)
 
 
-def copied(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+def copied(inputs: dict[str, Any]) -> dict[str, Any]:
     """Operands that may be changed."""
-    return {name: tensor.clone() for name, tensor in inputs.items()}
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in inputs.items()}
+
+
+def own_copies(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Operands of another layer: what a layer has for itself is copied."""
+    own = {name: inputs[name].clone() for name in ("state", "raw_rows", "gate_rows")}
+    constants = replace(inputs["constants"], conv_weight=inputs["constants"].conv_weight.clone())
+    return inputs | own | {"constants": constants}
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -253,7 +260,7 @@ def check_step(plan: DeltaPlan, sequences: int, cache_dir: Path, device: torch.d
     """One step against the reference, each sequence alone, and its first row alone."""
     inputs = model_inputs(sequences, plan.rows, plan.kept, device)
     wanted, ours = copied(inputs), copied(inputs)
-    reference = gdn_decode_reference(*wanted.values(), SIZES[0], SIZES[2], 1e-6, "sigmoid")
+    reference = gdn_decode_reference(**wanted)
     output = run_plan(plan, ours, cache_dir)
     found: list[str] = []
     state, largest = ours["state"], float(wanted["state"].abs().max())
@@ -327,10 +334,9 @@ def check_text(plan: DeltaPlan, cache_dir: Path, device: torch.device, digest: "
     digest.update(outputs[:, :length].contiguous().view(torch.int16).cpu().numpy().tobytes())
     digest.update(plain["state"].cpu().numpy().tobytes())
     # plain's state lacks its last row; in float64 from the same rounded operands
-    raw, _, gates = text[0, : length - 1].split((plain["conv_weight"].shape[0], SIZES[1] * SIZES[3], 2 * SIZES[1]), -1)
+    raw, _, gates = text[0, : length - 1].split(plain["constants"].parts, -1)
     window = torch.cat((raw.new_zeros(3, raw.shape[1]), raw))
-    constants = (plain["conv_weight"], plain["a_log"], plain["dt_bias"])
-    operands = delta_rows(window, gates, *constants, SIZES[0], SIZES[2])
+    operands = delta_rows(window, gates, plain["constants"])
     exact = torch.zeros(SIZES[1], SIZES[2], SIZES[3], dtype=torch.float64, device=device)
     doubled = replace(operands, **{name: getattr(operands, name).double() for name in operands.__slots__})
     delta_rule(doubled, exact, 0, length - 1)
@@ -355,7 +361,7 @@ def check_repeats(plan: DeltaPlan, cache_dir: Path, device: torch.device) -> lis
     wrong = torch.zeros(4, dtype=torch.int64, device=device)
     # a plan that reads early must not follow the restoring copies at once
     launch = launch_for(plan, 16, device, cache_dir, plan.early < 2)
-    packed = pack_arguments(*work.values(), held, *to, 1e-6)
+    packed = pack_arguments(*work.values(), held, *to)
     launch(packed)
     torch.cuda.synchronize()
 
@@ -419,11 +425,9 @@ def time_shape(
     """One table row for each plan."""
     state_bytes = sequences * SIZES[1] * SIZES[2] * SIZES[3] * 4
     layers = max(6, math.ceil(ROTATED_BYTES / state_bytes))
-    base = gdn_decode_inputs(sequences, rows, *SIZES, torch.bfloat16, str(device))
-    inputs = {name: value for name, value in base.items() if isinstance(value, Tensor)}
+    inputs: dict[str, Any] = gdn_decode_inputs(sequences, rows, *SIZES, torch.bfloat16, str(device))
     inputs["pending"] = torch.full((sequences,), pending, device=device)
-    own = ("state", "raw_rows", "gate_rows", "conv_weight")
-    per_layer = [inputs | {name: inputs[name].clone() for name in own} for _ in range(layers)]
+    per_layer = [own_copies(inputs) for _ in range(layers)]
     elsewhere = [[layer["raw_rows"].clone(), layer["gate_rows"].clone()] for layer in per_layer]
     out = inputs["projected"].new_empty((sequences, rows, SIZES[1] * SIZES[3]))
     states = [layer["state"] for layer in per_layer]
@@ -445,7 +449,6 @@ def time_shape(
                 *layer.values(),
                 out,
                 *((layer["raw_rows"], layer["gate_rows"]) if plan.joined else to),
-                1e-6,
             )
             for layer, to in zip(per_layer, elsewhere, strict=True)
         ]
@@ -491,11 +494,9 @@ def time_chain(passed: list[str], options: argparse.Namespace, device: torch.dev
     found: dict[str, dict[str, float]] = {}
     plans = [plan for family in passed for plan in FAMILIES[family]]
     for sequences in (1, 4, 16):
-        base = gdn_decode_inputs(sequences, 1, *SIZES, torch.bfloat16, str(device))
-        inputs = {name: value for name, value in base.items() if isinstance(value, Tensor)}
+        inputs: dict[str, Any] = gdn_decode_inputs(sequences, 1, *SIZES, torch.bfloat16, str(device))
         inputs["pending"] = torch.ones(sequences, dtype=torch.int64, device=device)
-        own = ("state", "raw_rows", "gate_rows", "conv_weight")
-        per_layer = [inputs | {name: inputs[name].clone() for name in own} for _ in range(layers)]
+        per_layer = [own_copies(inputs) for _ in range(layers)]
         elsewhere = [[layer["raw_rows"].clone(), layer["gate_rows"].clone()] for layer in per_layer]
         x = torch.randn(sequences, 2560, device=device).to(torch.bfloat16)
         projected = inputs["projected"].view(sequences, columns)
@@ -506,7 +507,7 @@ def time_chain(passed: list[str], options: argparse.Namespace, device: torch.dev
             x: Tensor = x,
             projected: Tensor = projected,
             mixed: Tensor = mixed,
-            per_layer: list[dict[str, Tensor]] = per_layer,
+            per_layer: list[dict[str, Any]] = per_layer,
             elsewhere: list[list[Tensor]] = elsewhere,
             sequences: int = sequences,
         ) -> None:
@@ -518,7 +519,7 @@ def time_chain(passed: list[str], options: argparse.Namespace, device: torch.dev
                 kept = [per_layer[i]["raw_rows"], per_layer[i]["gate_rows"]]
                 launch = launch_for(plan, sequences, device, options.cache_dir)
                 to = kept if plan.joined else elsewhere[i]
-                launch(pack_arguments(*per_layer[i].values(), mixed, *to, 1e-6))
+                launch(pack_arguments(*per_layer[i].values(), mixed, *to))
                 stream_product(mixed, back[i], x)
 
         graphs: dict[str, torch.cuda.CUDAGraph] = {}

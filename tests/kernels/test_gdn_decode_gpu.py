@@ -65,7 +65,7 @@ def settled(inputs: dict[str, Any]) -> Tensor:
 @pytest.mark.parametrize("rows", range(1, 9))
 def test_against_the_reference(rows: int, sequences: int, activation: str) -> None:
     inputs: dict[str, Any] = gdn_decode_inputs(sequences, rows, *SIZES, torch.bfloat16, "cuda")
-    inputs["activation"] = activation
+    inputs["constants"] = replace(inputs["constants"], activation=activation)
     wanted, ours = copied(inputs), copied(inputs)
     reference, output = gdn_decode_reference(**wanted), settled(ours)
     assert_same(ours["raw_rows"], wanted["raw_rows"])

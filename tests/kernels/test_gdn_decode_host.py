@@ -78,7 +78,7 @@ def inputs_for(plan: DeltaPlan, sequences: int) -> dict[str, Any]:
     shape = (plan.key_heads, plan.heads, plan.key_dim, plan.value_dim)
     inputs: dict[str, Any] = gdn_decode_inputs(sequences, plan.kept, *shape, torch.bfloat16, "cpu")
     inputs["projected"] = inputs["projected"][:, : plan.rows].contiguous()
-    inputs["activation"] = "silu" if plan.silu else "sigmoid"
+    inputs["constants"] = replace(inputs["constants"], activation="silu" if plan.silu else "sigmoid")
     inputs["pending"] = torch.tensor([0, plan.rows])
     inputs["slots"] = torch.tensor([1, 2])
     inputs["raw_rows"][1, 3:] = inputs["raw_rows"][2, 3 + plan.rows :] = torch.nan
@@ -121,13 +121,15 @@ def run(library: ctypes.CDLL, plan: DeltaPlan, inputs: dict[str, Any]) -> Tensor
     # rows begin at multiples of 16 bytes, as the model's do
     held = torch.full((sequences, rows, -(-columns // 8) * 8), torch.nan, dtype=torch.bfloat16)
     held[..., :columns] = inputs["projected"]
-    others = [value for name, value in inputs.items() if isinstance(value, Tensor) and name != "projected"]
-    operands = [held, *others]
+    operands = inputs | {"projected": held}
     out = torch.full((sequences, plan.rows, plan.heads * plan.value_dim), torch.nan, dtype=torch.bfloat16)
     kept = [inputs["raw_rows"], inputs["gate_rows"]]
     to = kept if plan.joined else [tensor.clone() for tensor in kept]
-    arguments = ctypes.create_string_buffer(pack_arguments(*operands, out, *to, inputs["eps"]))
-    ranges = [(t.data_ptr(), t.numel() * t.element_size()) for t in (*operands, *to)]
+    arguments = ctypes.create_string_buffer(pack_arguments(**operands, out=out, raw_to=to[0], gates_to=to[1]))
+    c = inputs["constants"]
+    tensors = [value for value in operands.values() if isinstance(value, Tensor)]
+    tensors += [*to, c.conv_weight, c.a_log, c.dt_bias, c.norm_weight]
+    ranges = [(t.data_ptr(), t.numel() * t.element_size()) for t in tensors]
     flat = (ctypes.c_uint64 * (2 * len(ranges)))(*[number for pair in ranges for number in pair])
     library.run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_uint64]
     assert library.run(arguments, flat, len(ranges), sequences, plan.shared_bytes) == 0

@@ -4,8 +4,9 @@ The recurrent state is kept as it was at an earlier commit, beside the projected
 the rows that the last step accepted and writes the state once; then it runs its own rows, which stay pending
 until the next step knows how many of them were accepted.
 
-On a GPU one kernel does all of it in bf16 (`gdn_decode.cu`): the state is read once and written once. The bits of a row
-there depend on nothing but the row and what came before it: not on B, not on R, nor on whether it was replayed.
+On a GPU one kernel does all of it in bf16 (`gdn_decode.cu`): the state is read once and written once. What that kernel
+refuses, other sizes, types and devices, goes through four Triton kernels (`_delta.py`). The bits of a row depend on
+nothing but the row and what came before it in either: not on B, not on R, nor on whether it was replayed.
 
 Source: transformers 5.24, Qwen4ExpTextGatedDeltaNet.forward (qwen4_exp/modeling_qwen4_exp.py).
 """
@@ -19,7 +20,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from stepfloor.kernels._jit import Launch, compile_cuda, default_cache_dir, device_arch, missing_for_cuda
+from stepfloor.kernels._delta import DeltaConstants, Replay, close, keep, prepare, recur, why_not_triton
+from stepfloor.kernels._jit import Launch, compile_cuda, default_cache_dir, device_arch, missing_for_cuda, runs_triton
 from stepfloor.kernels._torch import delta_rows, delta_rule, gated_norm
 
 logger = logging.getLogger(__name__)
@@ -128,35 +130,25 @@ def gdn_decode_reference(
     gate_rows: Tensor,
     slots: Tensor,
     pending: Tensor,
-    conv_weight: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    norm_weight: Tensor,
-    key_heads: int,
-    key_dim: int,
-    eps: float,
-    activation: str,
+    constants: DeltaConstants,
 ) -> Tensor:
     """One sequence after the other; the delta rule row by row."""
-    history = conv_weight.shape[1] - 1
-    heads, value_dim = a_log.shape[0], norm_weight.shape[0]
-    channels = conv_weight.shape[0]
-    count, rows = projected.shape[:2]
-    raw, z, gates = projected.split((channels, heads * value_dim, 2 * heads), -1)
+    history, count, rows = constants.history, *projected.shape[:2]
+    raw, z, gates = projected.split(constants.parts, -1)
     outputs = []
     for b in range(count):
         slot, accepted = int(slots[b]), int(pending[b])
         # pending and new rows are neighbours, so one convolution serves the replay and the step
         window = torch.cat((raw_rows[slot, : history + accepted], raw[b]))
         window_gates = torch.cat((gate_rows[slot, :accepted], gates[b]))
-        operands = delta_rows(window, window_gates, conv_weight, a_log, dt_bias, key_heads, key_dim)
+        operands = delta_rows(window, window_gates, constants)
         delta_rule(operands, state[slot], 0, accepted)
         outputs.append(delta_rule(operands, state[slot].clone(), accepted, accepted + rows))
         raw_rows[slot, : history + rows] = window[accepted:]
         gate_rows[slot, :rows] = gates[b]
     mixed = torch.cat(outputs).to(projected.dtype)  # [B * R, HV, V]
-    gate = z.reshape(count * rows, heads, value_dim)
-    return gated_norm(mixed, gate, norm_weight, eps, activation).reshape(count, rows, -1)
+    gate, c = z.reshape(mixed.shape), constants
+    return gated_norm(mixed, gate, c.norm_weight, c.eps, c.activation).reshape(count, rows, -1)
 
 
 def gdn_decode(
@@ -166,14 +158,7 @@ def gdn_decode(
     gate_rows: Tensor,
     slots: Tensor,
     pending: Tensor,
-    conv_weight: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    norm_weight: Tensor,
-    key_heads: int,
-    key_dim: int,
-    eps: float,
-    activation: str,
+    constants: DeltaConstants,
 ) -> Tensor:
     """Replay accepted rows into the state, then run R new rows of each of B sequences.
 
@@ -182,46 +167,58 @@ def gdn_decode(
     raw_rows     [slots, taps - 1 + R', C]: the convolution's history, then the pending rows; rewritten in place
     gate_rows    [slots, R', 2 * HV] b and a of the pending rows; rewritten in place
     slots        [B] int64; pending [B] int64, rows of the last step that were accepted (0 after a prefill)
-    conv_weight  [C, taps] float32; a_log, dt_bias [HV] float32; norm_weight [V] in the dtype of projected
-    key_heads    query and key heads; key_dim  K; eps  of the norm; activation  sigmoid or silu, of the gate
     Returns [B, R, HV * V]. On a GPU slots and pending are read there; the first call of a shape loads its kernel, which
     a graph capture must not do. Raises ValueError if R exceeds the rows that can be pending or the shapes disagree.
     """
     if projected.shape[1] > gate_rows.shape[1]:
         raise ValueError(f"gdn_decode holds {gate_rows.shape[1]} pending rows a sequence; got {projected.shape[1]}")
-    columns = conv_weight.shape[0] + a_log.shape[0] * (norm_weight.shape[0] + 2)
+    columns = constants.columns
     if projected.shape[2] != columns or slots.shape != projected.shape[:1] or pending.shape != slots.shape:
         raise ValueError(
             f"gdn_decode wants projected [B, R, {columns}], slots [B], pending [B]; got {tuple(projected.shape)}, "
             f"{tuple(slots.shape)}, {tuple(pending.shape)}"
         )
-    operands = (projected, state, raw_rows, gate_rows, slots, pending, conv_weight, a_log, dt_bias, norm_weight)
+    operands = (projected, state, raw_rows, gate_rows, slots, pending, constants)
     if projected.is_cuda:
-        heads, value_dim = a_log.shape[0], norm_weight.shape[0]
-        rows, kept, silu = projected.shape[1], gate_rows.shape[1], activation == "silu"
-        plan = choose_plan(DeltaPlan(key_heads, heads, key_dim, value_dim, rows, kept, silu), projected.shape[0])
-        reason = _why_not_here(plan, projected.device, _as_the_kernel_reads(*operands))
+        plan = choose_plan(plan_for(constants, projected.shape[1], gate_rows.shape[1]), projected.shape[0])
+        reason = _why_not_cuda(plan, projected.device, _as_the_kernel_reads(*operands))
         if reason is None:
-            out = projected.new_empty((*projected.shape[:2], heads * value_dim))
+            out = projected.new_empty((*projected.shape[:2], constants.parts[1]))
             launch = launch_for(plan, projected.shape[0], projected.device, default_cache_dir())
-            launch(pack_arguments(*operands, out, raw_rows, gate_rows, eps))
+            launch(pack_arguments(*operands, out, raw_rows, gate_rows))
             return out
-    return gdn_decode_reference(
-        projected,
-        state,
-        raw_rows,
-        gate_rows,
-        slots,
-        pending,
-        conv_weight,
-        a_log,
-        dt_bias,
-        norm_weight,
-        key_heads,
-        key_dim,
-        eps,
-        activation,
-    )
+    if runs_triton(projected):
+        reason = why_not_triton(projected, (state, raw_rows, gate_rows, slots, pending), constants)
+        if reason is None:
+            return gdn_decode_triton(*operands)
+        _say(f"gdn_decode runs its reference: {reason}")
+    return gdn_decode_reference(*operands)
+
+
+def gdn_decode_triton(
+    projected: Tensor,
+    state: Tensor,
+    raw_rows: Tensor,
+    gate_rows: Tensor,
+    slots: Tensor,
+    pending: Tensor,
+    constants: DeltaConstants,
+) -> Tensor:
+    """Queue the portable kernels."""
+    count, rows = projected.shape[:2]
+    replay = Replay(gate_rows, pending)
+    prepared = prepare(projected, raw_rows, slots, constants, replay)
+    out = projected.new_empty((count * rows, constants.parts[1]))
+    recur(prepared, state, slots, constants, replay, out)
+    close(out, projected, constants)
+    keep(projected, raw_rows, slots, constants, replay)
+    return out.view(count, rows, -1)
+
+
+def plan_for(constants: DeltaConstants, rows: int, kept: int) -> DeltaPlan:
+    """The plan of a layer for windows of `rows` rows, with room for `kept` pending ones."""
+    c = constants
+    return DeltaPlan(c.key_heads, c.heads, c.key_dim, c.value_dim, rows, kept, c.activation == "silu")
 
 
 def choose_plan(plan: DeltaPlan, sequences: int) -> DeltaPlan:
@@ -254,14 +251,10 @@ def pack_arguments(
     gate_rows: Tensor,
     slots: Tensor,
     pending: Tensor,
-    conv_weight: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    norm_weight: Tensor,
+    constants: DeltaConstants,
     out: Tensor,
     raw_to: Tensor,
     gates_to: Tensor,
-    eps: float,
 ) -> bytes:
     """struct Arguments of `gdn_decode.cu`; rows may be written to other tensors than they are read from."""
     pointers = (
@@ -273,14 +266,14 @@ def pack_arguments(
         gates_to,
         slots,
         pending,
-        conv_weight,
-        a_log,
-        dt_bias,
-        norm_weight,
+        constants.conv_weight,
+        constants.a_log,
+        constants.dt_bias,
+        constants.norm_weight,
         out,
     )
     addresses = [tensor.data_ptr() for tensor in pointers]
-    return struct.pack(f"{len(addresses)}Pqqf4x", *addresses, projected.stride(1), state.shape[0], eps)
+    return struct.pack(f"{len(addresses)}Pqqf4x", *addresses, projected.stride(1), state.shape[0], constants.eps)
 
 
 def _as_the_kernel_reads(
@@ -290,32 +283,34 @@ def _as_the_kernel_reads(
     gate_rows: Tensor,
     slots: Tensor,
     pending: Tensor,
-    conv_weight: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    norm_weight: Tensor,
+    constants: DeltaConstants,
 ) -> bool:
     """Whether dtypes, strides and alignment are those that the addresses in the kernel assume."""
-    halves = (projected, raw_rows, gate_rows, norm_weight)
-    floats = (state, conv_weight, a_log, dt_bias)
-    whole = (state, raw_rows, gate_rows, slots, pending, conv_weight, a_log, dt_bias, norm_weight)
+    halves = (projected, raw_rows, gate_rows, constants.norm_weight)
+    floats = (state, constants.conv_weight, constants.a_log, constants.dt_bias)
+    whole = (*halves[1:], *floats, slots, pending)
     batch, row, column = projected.stride()
     return (
         all(t.dtype == torch.bfloat16 for t in halves)
         and all(t.dtype == torch.float32 for t in floats)
         and slots.dtype == pending.dtype == torch.int64
         and all(t.is_contiguous() for t in whole)
-        and all(t.data_ptr() % 16 == 0 for t in (projected, state, raw_rows, conv_weight))
+        and all(t.data_ptr() % 16 == 0 for t in (projected, state, raw_rows, constants.conv_weight))
         and column == 1
         and row % 8 == 0
         and (batch == projected.shape[1] * row or projected.shape[0] == 1)
-        and conv_weight.shape[1] == TAPS
+        and constants.history == TAPS - 1
     )
 
 
 @cache
-def _why_not_here(plan: DeltaPlan, device: torch.device, readable: bool) -> str | None:
-    """Why the reference runs on a GPU, said once."""
+def _say(sentence: str) -> None:
+    logger.info(sentence)
+
+
+@cache
+def _why_not_cuda(plan: DeltaPlan, device: torch.device, readable: bool) -> str | None:
+    """Why the CUDA kernel does not run, said once."""
     reason = missing_for_cuda()
     if reason is None and not readable:
         reason = f"the kernel reads contiguous bf16 rows, float32 state and {TAPS} taps"
@@ -324,7 +319,7 @@ def _why_not_here(plan: DeltaPlan, device: torch.device, readable: bool) -> str 
     if reason is None and torch.cuda.get_device_capability(device)[0] < 9:
         reason = "the kernel needs compute capability 9.0 (clusters)"
     if reason is not None:
-        logger.info("gdn_decode runs its reference: %s", reason)
+        _say(f"gdn_decode does not run its CUDA kernel: {reason}")
     return reason
 
 
@@ -345,12 +340,14 @@ def gdn_decode_inputs(
         "gate_rows": rand(b + 1, r, 2 * heads).to(dtype),
         "slots": torch.arange(1, b + 1, device=device),
         "pending": torch.randint(0, r + 1, (b,), generator=make, device=device),
-        "conv_weight": rand(channels, 4) / 2,
-        "a_log": torch.linspace(0, 2, heads, device=device),
-        "dt_bias": torch.ones(heads, device=device),
-        "norm_weight": (1 + 0.1 * rand(value_dim)).to(dtype),
-        "key_heads": key_heads,
-        "key_dim": key_dim,
-        "eps": 1e-6,
-        "activation": "sigmoid",
+        "constants": DeltaConstants(
+            conv_weight=rand(channels, 4) / 2,
+            a_log=torch.linspace(0, 2, heads, device=device),
+            dt_bias=torch.ones(heads, device=device),
+            norm_weight=(1 + 0.1 * rand(value_dim)).to(dtype),
+            key_heads=key_heads,
+            key_dim=key_dim,
+            eps=1e-6,
+            activation="sigmoid",
+        ),
     }

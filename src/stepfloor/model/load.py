@@ -16,6 +16,7 @@ from torch import Tensor
 from stepfloor.config import SPARSE
 from stepfloor.errors import UserError
 from stepfloor.formats.codec import PackedWeight, stack_rows
+from stepfloor.kernels.gdn_decode import DeltaConstants
 from stepfloor.kernels.hc_down import hc_down_repack
 from stepfloor.kernels.hc_mix import hc_mix_repack
 from stepfloor.kernels.linear import linear_repack
@@ -165,12 +166,19 @@ class _Loader:
         )
 
     def _linear_attention(self, prefix: str) -> LinearAttention:
+        config = self.config
         return LinearAttention(
             self._projection(*(f"{prefix}.in_proj_{part}" for part in ("qkv", "z", "b", "a"))),
-            self._vector(f"{prefix}.conv1d").squeeze(1).float(),
-            self._vector(f"{prefix}.A_log").float(),
-            self._vector(f"{prefix}.dt_bias").float(),
-            self._vector(f"{prefix}.norm"),
+            DeltaConstants(
+                conv_weight=self._vector(f"{prefix}.conv1d").squeeze(1).float(),
+                a_log=self._vector(f"{prefix}.A_log").float(),
+                dt_bias=self._vector(f"{prefix}.dt_bias").float(),
+                norm_weight=self._vector(f"{prefix}.norm"),
+                key_heads=config.linear_num_key_heads,
+                key_dim=config.linear_key_head_dim,
+                eps=config.rms_norm_eps,
+                activation=config.output_gate_type,
+            ),
             self._projection(f"{prefix}.out_proj"),
         )
 

@@ -15,7 +15,7 @@ from stepfloor.cache.tensors import CacheTensors, Rows
 from stepfloor.config import ModelConfig
 from stepfloor.formats.codec import PackedWeight
 from stepfloor.kernels.embed import embed
-from stepfloor.kernels.gdn_decode import gdn_decode
+from stepfloor.kernels.gdn_decode import DeltaConstants, gdn_decode
 from stepfloor.kernels.gdn_prefill import gdn_prefill
 from stepfloor.kernels.hc_down import StreamedDown, hc_down
 from stepfloor.kernels.hc_mix import StreamedMix, hc_mix
@@ -49,13 +49,10 @@ class HyperConnection:
 
 @dataclass(frozen=True, slots=True)
 class LinearAttention:
-    """Gated delta net. project: q, k, v, z, b, a; conv_weight [C, taps]; a_log, dt_bias [HV]; norm_weight [V]."""
+    """Gated delta net. project: q, k, v, z, b, a."""
 
     project: Projection
-    conv_weight: Tensor
-    a_log: Tensor
-    dt_bias: Tensor
-    norm_weight: Tensor
+    constants: DeltaConstants
     out: Projection
 
 
@@ -219,22 +216,10 @@ class Model:
     def _linear_attention(
         self, attention: LinearAttention, index: int, x: Tensor, rows: Rows, cache: CacheTensors
     ) -> Tensor:
-        config = self.config
         projected = linear(x, attention.project)
-        constants = (
-            attention.conv_weight,
-            attention.a_log,
-            attention.dt_bias,
-            attention.norm_weight,
-            config.linear_num_key_heads,
-            config.linear_key_head_dim,
-            config.rms_norm_eps,
-            config.output_gate_type,
-        )
         if rows.chunk:
-            slot = int(rows.slots[0])
-            history = cache.raw_rows[index][slot, : config.linear_conv_kernel_dim - 1]
-            mixed = gdn_prefill(projected, cache.state[index][slot], history, *constants)
+            state, raw_rows = cache.state[index], cache.raw_rows[index]
+            mixed = gdn_prefill(projected, state, raw_rows, rows.slots, attention.constants)
         else:
             mixed = gdn_decode(
                 projected.unflatten(0, rows.tokens.shape),
@@ -243,7 +228,7 @@ class Model:
                 cache.gate_rows[index],
                 rows.slots,
                 rows.pending,
-                *constants,
+                attention.constants,
             ).flatten(0, 1)
         return linear(mixed, attention.out)
 
