@@ -1,0 +1,127 @@
+"""The sampling kernels as a GPU's compiler sees them, with every stage and with none."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from tests.kernels.compiled import Case, assert_compiles
+
+INT = "i32"
+TYPES = {
+    "logits_ptr": "*bf16",
+    "slots_ptr": "*i64",
+    "temperature_ptr": "*fp32",
+    "bias_ptr": "*fp32",
+    "repetition_ptr": "*fp32",
+    "frequency_ptr": "*fp32",
+    "presence_ptr": "*fp32",
+    "counts_ptr": "*i32",
+    "in_prompt_ptr": "*u8",
+    "earlier_ptr": "*i64",
+    "positions_ptr": "*i64",
+    "seeds_ptr": "*i64",
+    "drafts_ptr": "*i64",
+    "drawn_ptr": "*i64",
+    "emitted_ptr": "*i64",
+    "accepted_ptr": "*i64",
+    "tokens_ptr": "*i64",
+    "top_k_ptr": "*i64",
+    "ids_ptr": "*i32",
+    "first_ids_ptr": "*i32",
+    "second_ids_ptr": "*i32",
+    "kind_ptr": "*i32",
+    "chosen_ptr": "*i32",
+    "cut_ptr": "*i32",
+    "counts_only_ptr": "*i32",
+    **{
+        name: INT
+        for name in (
+            "logits_stride",
+            "float_stride",
+            "seed_stride",
+            "kept_stride",
+            "scale_stride",
+            "top_k_stride",
+            "vocab",
+            "rows",
+            "parts",
+            "groups",
+            "stream",
+        )
+    },
+    **{
+        name: "*fp32"
+        for name in (
+            "kept_ptr",
+            "best_ptr",
+            "tops_ptr",
+            "sums_ptr",
+            "scale_ptr",
+            "proposals_ptr",
+            "proposal_scale_ptr",
+            "first_ptr",
+            "second_ptr",
+            "maxima_ptr",
+            "min_p_ptr",
+            "top_p_ptr",
+            "out_ptr",
+        )
+    },
+}
+PLAIN = {
+    name: None
+    for name in (
+        "bias_ptr",
+        "repetition_ptr",
+        "frequency_ptr",
+        "presence_ptr",
+        "counts_ptr",
+        "in_prompt_ptr",
+        "earlier_ptr",
+    )
+}
+ROWS = {"EARLIER": 3, "SCALE": True, "PDL": True}
+GREEDY = {**PLAIN, "EARLIER": 0, "SCALE": False, "PDL": True}
+NO_Q = {"kept_ptr": None, "tops_ptr": None, "sums_ptr": None}
+PARTS = 128
+
+
+def case(file: str, name: str, constants: Mapping[str, Any], types: Mapping[str, str] | None = None) -> Case:
+    warps = 8 if name == "_cut_kernel" else 4 if "BLOCK" in constants else 1
+    return Case(f"stepfloor.kernels.{file}", name, TYPES | (types or {}), constants, warps)
+
+
+CASES = [
+    case("draw_tokens", "_part_kernel", GREEDY | NO_Q | {"seeds_ptr": None, "LOOPS": 4, "BLOCK": 2048}),
+    case("draw_tokens", "_part_kernel", ROWS | {"LOOPS": 1, "BLOCK": 2048}),
+    case("draw_tokens", "_pick_kernel", {"PARTS": PARTS, "PDL": True}),
+    case("match_drafts", "_match_kernel", {"K": 3, "COLUMNS": 4, "FORCED": -1, "PDL": True}),
+    case("match_drafts", "_match_kernel", {"K": 3, "COLUMNS": 4, "FORCED": 2, "PDL": True}),
+    case("count_tokens", "_count_kernel", {"WIDTH": 3, "COLUMNS": 4, "PDL": True}),
+    case("accept_drafts", "_sum_kernel", ROWS | {"BLOCK": 2048}),
+    case("accept_drafts", "_judge_kernel", ROWS | {"K": 3, "PARTS": PARTS}),
+    case("accept_drafts", "_ending_kernel", ROWS | {"K": 3, "BLOCK": 2048}),
+    case(
+        "accept_drafts",
+        "_ending_kernel",
+        GREEDY | {"K": 3, "BLOCK": 2048},
+        {"logits_ptr": "*fp32"},
+    ),
+    case("accept_drafts", "_finish_kernel", {"K": 3, "PARTS": PARTS, "PDL": True}),
+    case("process_logits", "_maxima_kernel", ROWS | {"BLOCK": 2048, "GROUP": 32}),
+    case("process_logits", "_cut_kernel", ROWS | {"PARTS": PARTS, "GROUPS": 8192, "GROUP": 32, "FEW": 128}),
+    case(
+        "process_logits",
+        "_cut_kernel",
+        GREEDY
+        | {"min_p_ptr": None, "top_k_ptr": None, "top_p_ptr": None}
+        | {"PARTS": PARTS, "GROUPS": 8192, "GROUP": 32, "FEW": 128},
+    ),
+    case("process_logits", "_write_kernel", ROWS | {"BLOCK": 2048}),
+]
+
+
+@pytest.mark.parametrize("file", ["draw_tokens", "match_drafts", "count_tokens", "accept_drafts", "process_logits"])
+def test_compiles(file: str) -> None:
+    assert_compiles([c for c in CASES if c.module.endswith(file)])
