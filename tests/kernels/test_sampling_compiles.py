@@ -7,52 +7,17 @@ import pytest
 
 from tests.kernels.compiled import Case, assert_compiles
 
-INT = "i32"
+STAGES = "bias_ptr repetition_ptr frequency_ptr presence_ptr counts_ptr in_prompt_ptr earlier_ptr"
 TYPES = {
     "logits_ptr": "*bf16",
-    "slots_ptr": "*i64",
-    "temperature_ptr": "*fp32",
-    "bias_ptr": "*fp32",
-    "repetition_ptr": "*fp32",
-    "frequency_ptr": "*fp32",
-    "presence_ptr": "*fp32",
-    "counts_ptr": "*i32",
     "in_prompt_ptr": "*u8",
-    "earlier_ptr": "*i64",
-    "positions_ptr": "*i64",
-    "seeds_ptr": "*i64",
-    "drafts_ptr": "*i64",
-    "drawn_ptr": "*i64",
-    "emitted_ptr": "*i64",
-    "accepted_ptr": "*i64",
-    "tokens_ptr": "*i64",
-    "top_k_ptr": "*i64",
-    "ids_ptr": "*i32",
-    "first_ids_ptr": "*i32",
-    "second_ids_ptr": "*i32",
-    "kind_ptr": "*i32",
-    "chosen_ptr": "*i32",
-    "cut_ptr": "*i32",
-    "counts_only_ptr": "*i32",
-    **{
-        name: INT
-        for name in (
-            "logits_stride",
-            "float_stride",
-            "seed_stride",
-            "kept_stride",
-            "scale_stride",
-            "top_k_stride",
-            "vocab",
-            "rows",
-            "parts",
-            "groups",
-            "stream",
-        )
-    },
-    **{
-        name: "*fp32"
-        for name in (
+    **dict.fromkeys(
+        [
+            "temperature_ptr",
+            "bias_ptr",
+            "repetition_ptr",
+            "frequency_ptr",
+            "presence_ptr",
             "kept_ptr",
             "best_ptr",
             "tops_ptr",
@@ -66,25 +31,51 @@ TYPES = {
             "min_p_ptr",
             "top_p_ptr",
             "out_ptr",
-        )
-    },
+        ],
+        "*fp32",
+    ),
+    **dict.fromkeys(
+        [
+            "slots_ptr",
+            "earlier_ptr",
+            "positions_ptr",
+            "seeds_ptr",
+            "drafts_ptr",
+            "drawn_ptr",
+            "emitted_ptr",
+            "accepted_ptr",
+            "tokens_ptr",
+            "top_k_ptr",
+        ],
+        "*i64",
+    ),
+    **dict.fromkeys(
+        ["counts_ptr", "ids_ptr", "first_ids_ptr", "second_ids_ptr", "kind_ptr", "chosen_ptr", "cut_ptr"], "*i32"
+    ),
+    **dict.fromkeys(
+        [
+            "logits_stride",
+            "float_stride",
+            "seed_stride",
+            "kept_stride",
+            "scale_stride",
+            "top_k_stride",
+            "vocab",
+            "rows",
+            "parts",
+            "groups",
+            "stream",
+        ],
+        "i32",
+    ),
 }
-PLAIN = {
-    name: None
-    for name in (
-        "bias_ptr",
-        "repetition_ptr",
-        "frequency_ptr",
-        "presence_ptr",
-        "counts_ptr",
-        "in_prompt_ptr",
-        "earlier_ptr",
-    )
-}
+PLAIN = dict.fromkeys(STAGES.split())
 ROWS = {"EARLIER": 3, "SCALE": True, "PDL": True}
 GREEDY = {**PLAIN, "EARLIER": 0, "SCALE": False, "PDL": True}
 NO_Q = {"kept_ptr": None, "tops_ptr": None, "sums_ptr": None}
 PARTS = 128
+# what a launch with these values makes of integers that are 1
+ONES = {"rows": 1, "float_stride": 1, "seed_stride": 1, "parts": 1, "stream": 1}
 
 
 def case(file: str, name: str, constants: Mapping[str, Any], types: Mapping[str, str] | None = None) -> Case:
@@ -95,12 +86,15 @@ def case(file: str, name: str, constants: Mapping[str, Any], types: Mapping[str,
 CASES = [
     case("draw_tokens", "_part_kernel", GREEDY | NO_Q | {"seeds_ptr": None, "LOOPS": 4, "BLOCK": 2048}),
     case("draw_tokens", "_part_kernel", ROWS | {"LOOPS": 1, "BLOCK": 2048}),
+    case("draw_tokens", "_part_kernel", ROWS | ONES | {"EARLIER": 0, "LOOPS": 1, "BLOCK": 2048}),
     case("draw_tokens", "_pick_kernel", {"PARTS": PARTS, "PDL": True}),
+    case("draw_tokens", "_pick_kernel", ONES | {"PARTS": 1, "PDL": True}),
     case("match_drafts", "_match_kernel", {"K": 3, "COLUMNS": 4, "FORCED": -1, "PDL": True}),
     case("match_drafts", "_match_kernel", {"K": 3, "COLUMNS": 4, "FORCED": 2, "PDL": True}),
     case("count_tokens", "_count_kernel", {"WIDTH": 3, "COLUMNS": 4, "PDL": True}),
     case("accept_drafts", "_sum_kernel", ROWS | {"BLOCK": 2048}),
     case("accept_drafts", "_judge_kernel", ROWS | {"K": 3, "PARTS": PARTS}),
+    case("accept_drafts", "_judge_kernel", ROWS | {"K": 1, "PARTS": 1, "parts": 1}),
     case("accept_drafts", "_ending_kernel", ROWS | {"K": 3, "BLOCK": 2048}),
     case(
         "accept_drafts",
@@ -118,6 +112,7 @@ CASES = [
         | {"min_p_ptr": None, "top_k_ptr": None, "top_p_ptr": None}
         | {"PARTS": PARTS, "GROUPS": 8192, "GROUP": 32, "FEW": 128},
     ),
+    case("process_logits", "_cut_kernel", ROWS | ONES | {"PARTS": 1, "GROUPS": 64, "GROUP": 32, "FEW": 128}),
     case("process_logits", "_write_kernel", ROWS | {"BLOCK": 2048}),
 ]
 

@@ -161,9 +161,10 @@ def launch_options(tensor: Tensor, num_warps: int = 4) -> dict[str, Any]:
 
 
 def row_arguments(logits: Tensor, slots: Tensor, temperature: Tensor, stages: Stages | None) -> dict[str, Any]:
-    """The arguments by which a kernel hands rows to `processed`, in its order. stages None: the logits are processed already.
+    """The arguments by which a kernel hands rows to `processed`, in its order.
 
-    logits [N, V]; settings of one dtype must have one stride, as columns of one table do.
+    logits [N, V]; stages None: they are processed already. Settings of one dtype must have one stride, as
+    columns of one table do.
     """
     raw = stages or Stages()
     table = raw.penalties

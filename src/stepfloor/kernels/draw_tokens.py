@@ -4,7 +4,7 @@ The noise is a function of (seed, position, stream, token id), so the token does
 the number of drafts. At temperature 0 there is no noise and the token is the argmax.
 
 On a GPU two kernels: programs over parts of rows find the best of their part, straight from bf16 and with the stages
-applied on the way, then one small program a row picks. Without noise and stages the first reads logits and nothing else.
+applied on the way, then one small program a row picks. Without noise and stages nothing but logits is read.
 
 Source: Gumbel 1954 (argmax(log p + G) is distributed as p; a constant added to a row changes nothing, so processed
 logits need no softmax); kernels/_noise.py for the noise.
@@ -17,7 +17,6 @@ from stepfloor.kernels._jit import runs_triton, start, tl, triton
 from stepfloor.kernels._logits import (
     SEGMENT,
     Proposals,
-    Stages,
     check_stages,
     first_best,
     launch_options,
@@ -30,6 +29,7 @@ from stepfloor.kernels._logits import (
     whole_sum,
     window_rows,
 )
+from stepfloor.kernels._logits import Stages as Stages
 from stepfloor.kernels._noise import DRAFT as DRAFT
 from stepfloor.kernels._noise import TARGET as TARGET
 from stepfloor.kernels._noise import gumbel_noise, gumbel_tile
@@ -225,7 +225,7 @@ def _part_kernel(
         first = (part * LOOPS + loop) * BLOCK
         ids = first + tl.arange(0, BLOCK)
         x = processed(source, row, ids, EARLIER, SCALE)
-        if seeds_ptr is not None:
+        if seeds_ptr is not None:  # noqa: SIM102 (decided when compiled, the other when run)
             if tl.load(temperature_ptr + slot * float_stride) != 0:
                 if kept_ptr is not None:
                     tl.store(kept_ptr + slot * kept_stride + ids, x, mask=ids < vocab)

@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 
 from stepfloor.kernels._jit import runs_triton, start, tl, triton
-from stepfloor.kernels._logits import INF, SEGMENT, Stages, check_stages, check_strides
-from stepfloor.kernels._logits import Filters as Filters
-from stepfloor.kernels._logits import Penalties as Penalties
 from stepfloor.kernels._logits import (
+    INF,
+    SEGMENT,
+    Stages,
+    check_stages,
+    check_strides,
     exp_below,
     fixed,
     launch_options,
@@ -33,6 +35,8 @@ from stepfloor.kernels._logits import (
     segments,
     window_rows,
 )
+from stepfloor.kernels._logits import Filters as Filters
+from stepfloor.kernels._logits import Penalties as Penalties
 
 GROUP = 32  # ids that share a maximum
 FEW_GROUPS = 128  # looked at first, in one tile

@@ -40,7 +40,7 @@ class Step:
     """Device state of all slots, and the one function that advances it.
 
     token    [slots] the newest token, not yet verified; length [slots] its position
-    drafts   [slots, k] tokens proposed after it; log_q [slots, k, V] their distribution, if acceptance needs it
+    drafts   [slots, k] tokens proposed after it; what they were drawn from is the sampler's
     pending, rejected  [slots] rows of the last step that count, and that do not
     history  [slots, ngram_size - 1] the committed tokens before `token`
     """
@@ -62,7 +62,6 @@ class Step:
         self.pending = integers(slots)
         self.rejected = integers(slots)
         self.history = integers(slots, model.config.ngram_size - 1)
-        self.log_q: Tensor | None = None
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> StepOutput:
@@ -127,8 +126,7 @@ class Step:
         rows = Rows(tokens, slots, first, self.pending[slots], self.rejected[slots], self.history[slots], chunk=False)
         residual, hidden = model.target(rows, self.cache)
         logits = model.logits(hidden).unflatten(0, tokens.shape)
-        log_q = None if self.log_q is None else self.log_q[slots]
-        emitted, accepted = self.sampler.accept(logits, drafts, log_q, slots, first + 1)
+        emitted, accepted = self.sampler.accept(logits, drafts, slots, first + 1)
         self.sampler.commit(slots, emitted)
         newest = emitted.gather(1, accepted[:, None])
         self._commit(rows, accepted, newest)
@@ -168,12 +166,8 @@ class Step:
                 nothing = torch.zeros_like(slots)
                 rows = Rows(previous, slots, length + j - 1, nothing, nothing, self.history[slots], chunk=False)
                 residual, hidden = model.draft(drafter, residual, previous, rows, self.cache)
-            token, log_q = self.sampler.draft(model.logits(hidden, drafter.head), slots, length + 1 + j, drafts)
+            token = self.sampler.draft(model.logits(hidden, drafter.head), slots, length + 1 + j, drafts)
             drafts = torch.cat((drafts, token[:, None]), 1)
-            if log_q is not None:
-                if self.log_q is None:
-                    self.log_q = log_q.new_zeros((self.token.shape[0], self.k, log_q.shape[1]))
-                self.log_q[slots, j] = log_q
         self.drafts[slots] = drafts
 
     def _tensor(self, values: Sequence[int]) -> Tensor:
