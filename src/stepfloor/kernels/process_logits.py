@@ -39,7 +39,7 @@ from stepfloor.kernels._logits import Filters as Filters
 from stepfloor.kernels._logits import Penalties as Penalties
 
 GROUP = 32  # ids that share a maximum
-FEW_GROUPS = 128  # looked at first, in one tile
+FEW_GROUPS = 128
 
 
 def process_logits_reference(
@@ -122,8 +122,9 @@ def process_logits_triton(
     penalties: Penalties | None = None,
     filters: Filters | None = None,
     earlier: Tensor | None = None,
+    few: int = FEW_GROUPS,
 ) -> Tensor:
-    """Three launches."""
+    """Three launches. few: groups of a tile, and of the first look."""
     n, vocab = logits.shape
     parts = segments(vocab)
     groups = parts * (SEGMENT // GROUP)
@@ -154,7 +155,7 @@ def process_logits_triton(
         PARTS=triton.next_power_of_2(parts),
         GROUPS=triton.next_power_of_2(groups),
         GROUP=GROUP,
-        FEW=FEW_GROUPS,
+        FEW=few,
         **launch_options(out, 8),
     )
     _write_kernel[parts, n](**arguments, cut_ptr=cut, out_ptr=out, BLOCK=SEGMENT, **launch_options(out))
