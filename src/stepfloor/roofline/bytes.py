@@ -12,6 +12,7 @@ from stepfloor.formats.table import stored_bytes
 
 BF16_BYTES = 2
 FP32_BYTES = 4
+INT32_BYTES = 4
 INT64_BYTES = 8
 _CHOICE_BYTES = INT64_BYTES + BF16_BYTES  # an expert's id and its weight
 
@@ -226,8 +227,8 @@ def process_logits(rows: int, vocab_size: int) -> int:
 
 
 def draw_tokens(rows: int, vocab_size: int) -> int:
-    """float32 logits, slots and positions in, one id out."""
-    return rows * (vocab_size * FP32_BYTES + 3 * INT64_BYTES)
+    """bfloat16 logits, slots and positions in, one id out; bias and penalties not counted."""
+    return rows * (vocab_size * BF16_BYTES + 3 * INT64_BYTES)
 
 
 def match_drafts(sequences: int, spec_tokens: int) -> int:
@@ -235,9 +236,14 @@ def match_drafts(sequences: int, spec_tokens: int) -> int:
     return sequences * (spec_tokens + 2 * (spec_tokens + 1) + 1) * INT64_BYTES
 
 
+def count_tokens(sequences: int, tokens: int) -> int:
+    """Slots and ids in; each id's count read and written."""
+    return sequences * (INT64_BYTES + tokens * (INT64_BYTES + 2 * INT32_BYTES))
+
+
 def accept_drafts(sequences: int, spec_tokens: int, vocab_size: int) -> int:
-    """Target logits of every row in; of the drafter one probability a draft and the row where the window ends."""
-    targets = (spec_tokens + 1) * vocab_size * FP32_BYTES
+    """bfloat16 target logits of every row in; of the drafter one float32 a draft and the row that ends the window."""
+    targets = (spec_tokens + 1) * vocab_size * BF16_BYTES
     drafter = (vocab_size + spec_tokens) * FP32_BYTES
     return sequences * (targets + drafter) + match_drafts(sequences, spec_tokens)
 
