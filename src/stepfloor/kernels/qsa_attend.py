@@ -214,7 +214,7 @@ def _attend_chunk(
     _dense_kernel[(-(-r // tile_rows), kv_heads, b)](
         *operands, BLOCK_N=16 if narrow else 64, num_warps=4 if narrow else 8, **constants
     )
-    _gather_kernel[(r, kv_heads, b)](*operands, BLOCK_N=16 if narrow else 64, num_warps=4, **constants)
+    _gather_kernel[(r, kv_heads, b)](*operands, BLOCK_N=16 if narrow else 64, num_warps=4, num_stages=2, **constants)
     return output
 
 
@@ -236,7 +236,7 @@ def _places(page_table_ptr, at, live, pages, PAGE: tl.constexpr):
     return page * PAGE + at % PAGE
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # one binary for every number of rows
 def _piece_kernel(
     q_ptr,
     selected_ptr,
@@ -354,7 +354,7 @@ def _keeps_all(first, tile, rows, TILE_ROWS: tl.constexpr, RATIO: tl.constexpr, 
     return (first + tl.minimum((tile + 1) * TILE_ROWS, rows)) // RATIO <= TOPK
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # one binary for every number of rows
 def _dense_kernel(
     q_ptr,
     gate_ptr,
@@ -420,7 +420,7 @@ def _dense_kernel(
     tl.store(output_ptr + heads, _gated(o / total[:, None], gate), mask=head_live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # one binary for every number of rows
 def _gather_kernel(
     q_ptr,
     gate_ptr,

@@ -149,9 +149,9 @@ def qsa_prepare_triton(
             raise ValueError(f"qsa_prepare writes {name} in place and wants it contiguous")
     b, r, columns = projected.shape
     projected = projected.contiguous()
-    q = projected.new_empty((b, r, shape.heads, shape.head_dim))
-    gate = projected.new_empty((b, r, shape.heads * shape.head_dim))
-    index_q = projected.new_empty((b, r, shape.index_heads, shape.index_dim))
+    q = torch.empty((b, r, shape.heads, shape.head_dim), dtype=projected.dtype, device=projected.device)
+    gate = torch.empty((b, r, shape.heads * shape.head_dim), dtype=projected.dtype, device=projected.device)
+    index_q = torch.empty((b, r, shape.index_heads, shape.index_dim), dtype=projected.dtype, device=projected.device)
     ring = cache.raw_keys.shape[1]
     units = 1 + shape.kv_heads + shape.index_heads + shape.heads
     _prepare_kernel[(units, b * r)](
@@ -194,7 +194,7 @@ def qsa_prepare_triton(
     return q, gate, index_q
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # one binary for every number of rows
 def _prepare_kernel(
     projected_ptr,
     slots_ptr,
@@ -350,11 +350,11 @@ def _norm_rotate(
 
 
 @triton.jit
-def _stored(x, DTYPE: tl.constexpr):
+def _stored(x, dtype: tl.constexpr):
     """float32 x as the cache keeps it."""
-    if DTYPE == tl.float8e4nv:
+    if dtype == tl.float8e4nv:
         x = tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
-    return x.to(DTYPE)
+    return x.to(dtype)
 
 
 def qsa_prepare_inputs(

@@ -171,7 +171,7 @@ def _tile(rows: int, dtype: torch.dtype) -> tuple[int, int]:
     return (16, 128) if rows <= MOST_DECODE_ROWS else (64, 64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "row0", "count", "stride"])  # one binary for every number of rows
 def _score_kernel(
     index_q_ptr,
     slots_ptr,
@@ -228,7 +228,7 @@ def _score_kernel(
         tl.store(to + n[None, :], tl.div_rn(score, tl.full((BLOCK_M, BLOCK_N), ROOT, tl.float32)), mask=keep)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "row0", "count", "stride"])  # one binary for every number of rows
 def _choose_kernel(
     scores_ptr,
     first_ptr,
