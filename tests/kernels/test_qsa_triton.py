@@ -212,11 +212,15 @@ def test_selected_blocks_are_the_references(
     assert_selected_alike(ours, qsa_select_reference(**inputs), inputs)
 
 
+@pytest.mark.parametrize("plan", [{}, {"small": 4, "piece": 4}], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_selected_blocks_of_a_chunk_are_the_references(dtype: torch.dtype) -> None:
-    """37 rows, some within the budget, in runs of 16 (float32) or 64 rows: as many as the workspace takes."""
+def test_selected_blocks_of_a_chunk_are_the_references(dtype: torch.dtype, plan: dict[str, int]) -> None:
+    """37 rows, some within the budget, in runs of 16 (float32) or 64 rows: as many as the workspace takes.
+
+    In pieces of 4 blocks, a row's one program goes through up to three of them.
+    """
     inputs = select_inputs(1, 37, 2, dtype)
-    ours = qsa_select_triton(**inputs, workspace_bytes=20 * 4 * 16)
+    ours = qsa_select_triton(**inputs, **plan, workspace_bytes=20 * 4 * 16)
     assert_selected_alike(ours, qsa_select_reference(**inputs), inputs)
 
 

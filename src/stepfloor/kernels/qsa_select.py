@@ -139,7 +139,8 @@ def qsa_select_triton(
                 num_warps=4,
                 **launch,
             )
-        _choose_kernel[(pieces, b * count)](
+        # a chunk has rows enough for all multiprocessors: one program goes through a row's pieces
+        _choose_kernel[(pieces if r <= MOST_DECODE_ROWS else 1, b * count)](
             scores,
             first,
             selected,
@@ -250,7 +251,7 @@ def _choose_kernel(
     BLOCK_FINAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row and one piece of its blocks per program."""
+    """One row per program, and of its pieces one, or as many as there are programs too few."""
     start(PDL)
     piece = tl.program_id(0)
     b = (tl.program_id(1) // count).to(tl.int64)
@@ -273,11 +274,13 @@ def _choose_kernel(
     elif piece * PIECE < visible:
         candidate_bits_ptr += line * PIECES * TOPK
         candidate_blocks_ptr += line * PIECES * TOPK
-        _choose_piece(bits_ptr, candidate_bits_ptr, candidate_blocks_ptr, piece, visible, TOPK, PIECE)
+        programs = tl.num_programs(0)
+        for p in tl.range(piece, tl.cdiv(visible, PIECE), programs, num_stages=1):
+            _choose_piece(bits_ptr, candidate_bits_ptr, candidate_blocks_ptr, p, visible, TOPK, PIECE)
         # all of this program's stores come before its count, and the last count before the loads below
         tl.debug_barrier()
         before = tl.atomic_add(arrived_ptr + line, 1, sem="acq_rel")
-        if before == tl.cdiv(visible, PIECE) - 1:
+        if before == tl.minimum(tl.cdiv(visible, PIECE), programs) - 1:
             tl.debug_barrier()
             _choose_final(candidate_bits_ptr, candidate_blocks_ptr, selected_ptr, visible, TOPK, PIECE, BLOCK_FINAL)
 
