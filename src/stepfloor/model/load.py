@@ -156,9 +156,9 @@ class _Loader:
         shared = f"{prefix}.shared_expert"
         fused = f"{prefix}.experts.gate_up_proj" in self.weights
         return Experts(
-            self._projection(f"{prefix}.gate"),
-            self._projection(f"{shared}.gate_proj", f"{shared}.up_proj"),
-            self._projection(f"{prefix}.shared_expert_gate"),
+            self._projection(
+                f"{prefix}.gate", f"{shared}.gate_proj", f"{shared}.up_proj", f"{prefix}.shared_expert_gate"
+            ),
             self._projection(f"{shared}.down_proj"),
             self._matrix(f"{prefix}.experts.gate_up_proj")
             if fused

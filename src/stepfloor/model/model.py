@@ -65,11 +65,12 @@ class SparseAttention:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Mixture of experts. gate_up: E matrices [2 I, D], gate rows first; down: E matrices [D, I]."""
+    """Mixture of experts. router: the router, the shared expert's gate and up, its gate [1, D], in this order.
+
+    gate_up: E matrices [2 I, D], gate rows first; down: E matrices [D, I]; shared_down [D, Is].
+    """
 
     router: Projection
-    shared_gate_up: Projection
-    shared_gate: Projection
     shared_down: Projection
     gate_up: PackedWeight
     down: PackedWeight
@@ -277,13 +278,9 @@ class Model:
         return linear(mixed.flatten(0, 1), attention.out)
 
     def _experts(self, experts: Experts, x: Tensor) -> Tensor:
+        config = self.config
         ids, weights, shared, shared_gate = moe_route(
-            x,
-            experts.router,
-            experts.shared_gate_up,
-            experts.shared_gate,
-            self.config.num_experts_per_tok,
-            self.config.norm_topk_prob,
+            linear(x, experts.router), config.num_experts, config.num_experts_per_tok, config.norm_topk_prob
         )
         hidden = moe_gate_up(x, ids, experts.gate_up)
         return moe_down(hidden, ids, weights, experts.down, shared, shared_gate, experts.shared_down)
