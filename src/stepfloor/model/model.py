@@ -15,10 +15,10 @@ from stepfloor.formats.codec import PackedWeight
 from stepfloor.kernels.embed import embed
 from stepfloor.kernels.gdn_decode import gdn_decode
 from stepfloor.kernels.gdn_prefill import gdn_prefill
-from stepfloor.kernels.hc_down import hc_down
-from stepfloor.kernels.hc_mix import hc_mix
-from stepfloor.kernels.linear import linear
-from stepfloor.kernels.moe_down import moe_down
+from stepfloor.kernels.hc_down import StreamedDown, hc_down
+from stepfloor.kernels.hc_mix import StreamedMix, hc_mix
+from stepfloor.kernels.linear import StreamedWeight, linear
+from stepfloor.kernels.moe_down import TiledExperts, TiledShared, moe_down
 from stepfloor.kernels.moe_gate_up import moe_gate_up
 from stepfloor.kernels.moe_route import moe_route
 from stepfloor.kernels.mtp_fuse import mtp_fuse
@@ -29,8 +29,10 @@ from stepfloor.kernels.qsa_attend import qsa_attend
 from stepfloor.kernels.qsa_prepare import SparseCache, SparseNorms, SparseShape, qsa_prepare
 from stepfloor.kernels.qsa_select import qsa_select
 
-Projection = tuple[PackedWeight, ...]
+Matrices = tuple[PackedWeight, ...]
 """Matrices that share an input, outputs side by side; more than one where their formats differ."""
+Projection = tuple[PackedWeight | StreamedWeight, ...]
+"""The same, as `linear` reads them on the model's device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +40,8 @@ class HyperConnection:
     """norm_scale [S D] float32; down: [rank + S, S D], the write weights' rows last; up: [S D, rank]."""
 
     norm_scale: Tensor
-    down: Projection
-    up: Projection
+    down: tuple[PackedWeight | StreamedDown, ...]
+    up: tuple[PackedWeight | StreamedMix, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +73,9 @@ class Experts:
     """
 
     router: Projection
-    shared_down: Projection
-    gate_up: PackedWeight
-    down: PackedWeight
+    shared_down: tuple[PackedWeight | TiledShared, ...]
+    gate_up: PackedWeight | TiledExperts
+    down: PackedWeight | TiledExperts
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +111,8 @@ class Drafter:
 
     norm_hidden: Tensor
     norm_embedding: Tensor
-    fc_hidden: Projection
-    fc_embedding: Projection
+    fc_hidden: Matrices
+    fc_embedding: Matrices
     layer: Layer
     mixer: HyperConnection
     head: Projection
