@@ -57,7 +57,7 @@ from stepfloor.kernels.moe_gate_up import (
     gate_up_rows,
     plan_gate_up,
 )
-from stepfloor.kernels.moe_route import moe_route_products, moe_route_products_reference
+from stepfloor.kernels.moe_route import moe_route, moe_route_reference
 
 EXPERTS, TOPK, D, WIDTH = 512, 10, 2560, 640
 GATE_UP_BYTES, DOWN_BYTES = 2 * WIDTH * D * 9 // 16, D * WIDTH * 9 // 16
@@ -393,10 +393,10 @@ def check_route(device: torch.device) -> list[str]:
     products = torch.randn(MAX_ROWS, EXPERTS + 2 * WIDTH + 1, device=device).to(torch.bfloat16)
     products[3, :EXPERTS] = 0.25
     products[4, :EXPERTS] = products[4, :EXPERTS].round()
-    wanted = moe_route_products_reference(products.cpu(), EXPERTS, TOPK, True)
+    wanted = moe_route_reference(products.cpu(), EXPERTS, TOPK, True)
     errors: list[str] = []
     for rows in CHECKED_ROWS:
-        found = [t.cpu() for t in moe_route_products(products[:rows], EXPERTS, TOPK, True)]
+        found = [t.cpu() for t in moe_route(products[:rows], EXPERTS, TOPK, True)]
         if not torch.equal(found[0], wanted[0][:rows]):
             errors.append(f"{rows} rows: other experts")
         for name, ours, whole in zip(("weights", "hidden", "gate"), found[1:], wanted[1:], strict=True):
@@ -592,7 +592,7 @@ def time_route(options: argparse.Namespace, device: torch.device) -> dict[int, f
 
         def run(products: Tensor = products) -> None:
             for _ in range(48):
-                moe_route_products(products, EXPERTS, TOPK, True)
+                moe_route(products, EXPERTS, TOPK, True)
 
         run()
         found[rows] = round(medians_us({"": capture(run)}, 48, options.rounds)[""], 2)

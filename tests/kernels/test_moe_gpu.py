@@ -28,7 +28,7 @@ from stepfloor.kernels.moe_gate_up import (
     moe_gate_up_repack,
     plan_gate_up,
 )
-from stepfloor.kernels.moe_route import moe_route_products, moe_route_products_reference, route_macros
+from stepfloor.kernels.moe_route import moe_route, moe_route_reference, route_macros
 from tests.kernels import test_moe_down
 
 ROWS = (1, 2, 4, 8, 16, 64, 80)
@@ -77,9 +77,9 @@ def test_route_is_the_reference(experts: int, topk: int, channels: int) -> None:
     """Choices equal, ties to the lower id; values at most one bf16 step apart, where two exponentials differ."""
     products = torch.randn(80, experts + 2 * channels + 1, device="cuda").to(torch.bfloat16)
     products[3, :experts] = 0.25
-    found = moe_route_products(products, experts, topk, True)
+    found = moe_route(products, experts, topk, True)
     # on the CPU: equal logits then have equal probabilities to the last bit here as there
-    wanted = moe_route_products_reference(products.cpu(), experts, topk, True)
+    wanted = moe_route_reference(products.cpu(), experts, topk, True)
     assert torch.equal(found[0].cpu(), wanted[0])
     for ours, theirs in zip(found[1:], wanted[1:], strict=True):
         assert bool(((ours.cpu().float() - theirs.float()).abs() <= theirs.float().abs() * 2**-7).all())

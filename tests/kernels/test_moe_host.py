@@ -28,7 +28,7 @@ from stepfloor.kernels.moe_down import (
     plan_down,
 )
 from stepfloor.kernels.moe_gate_up import GateUpPlan, gate_up_arguments, plan_gate_up
-from stepfloor.kernels.moe_route import moe_route_products_reference, route_arguments, route_macros
+from stepfloor.kernels.moe_route import moe_route_reference, route_arguments, route_macros
 
 HOST = Path(__file__).parent / "host"
 COMPILER = shutil.which("g++")
@@ -165,7 +165,7 @@ def test_route_on_the_host(count: int, topk: int, channels: int, renormalize: bo
     products[1, :count] = products[1, :count].mul(2).round()  # many ties
     products[2, :count] = 0.5
     products[3, 5] = 300  # the others' probabilities are all zero
-    wanted = moe_route_products_reference(products, count, topk, renormalize)
+    wanted = moe_route_reference(products, count, topk, renormalize)
     found = [torch.full_like(t, -7) for t in wanted]
     held = torch.full((4, products.shape[1] + 3), torch.nan, dtype=torch.bfloat16)
     held[:, :-3] = products

@@ -206,20 +206,15 @@ class _Loader:
         )
         down = self._matrix(f"{prefix}.experts.down_proj") if fused else self._stacked_experts(prefix, "down_proj")
         shared_down = self._joined([f"{shared}.down_proj"])
-        router, shared_gate_up, shared_gate = (
-            self._joined(names)
-            for names in (
-                [f"{prefix}.gate"],
-                [f"{shared}.gate_proj", f"{shared}.up_proj"],
-                [f"{prefix}.shared_expert_gate"],
-            )
+        router = self._projection(
+            f"{prefix}.gate", f"{shared}.gate_proj", f"{shared}.up_proj", f"{prefix}.shared_expert_gate"
         )
         if not self.on_gpu:
-            return Experts(router, shared_gate_up, shared_gate, shared_down, gate_up, down)
+            return Experts(router, shared_down, gate_up, down)
         topk, rows = self.config.num_experts_per_tok, self.decode_rows
         tiled_gate_up = moe_gate_up_repack(gate_up, topk, self.device, max_rows=rows)
         tiled_down, tiled_shared = moe_down_repack(down, shared_down, topk, self.device, max_rows=rows)
-        return Experts(router, shared_gate_up, shared_gate, tiled_shared, tiled_gate_up, tiled_down)
+        return Experts(router, tiled_shared, tiled_gate_up, tiled_down)
 
     def _stacked_experts(self, prefix: str, *leaves: str) -> PackedWeight:
         """Per-expert matrices as one stack, the named ones of an expert joined along their rows."""

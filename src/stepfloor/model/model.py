@@ -67,11 +67,12 @@ class SparseAttention:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Mixture of experts. gate_up: E matrices [2 I, D], gate rows first; down: E matrices [D, I]."""
+    """Mixture of experts. router: the router, the shared expert's gate and up, its gate [1, D], in this order.
 
-    router: Matrices
-    shared_gate_up: Matrices
-    shared_gate: Matrices
+    gate_up: E matrices [2 I, D], gate rows first; down: E matrices [D, I]; shared_down [D, Is].
+    """
+
+    router: Projection
     shared_down: tuple[PackedWeight | TiledShared, ...]
     gate_up: PackedWeight | TiledExperts
     down: PackedWeight | TiledExperts
@@ -276,14 +277,9 @@ class Model:
         return linear(mixed.flatten(0, 1), attention.out)
 
     def _experts(self, layer: Layer, x: Tensor) -> Tensor:
-        experts = layer.experts
+        experts, config = layer.experts, self.config
         ids, weights, shared, shared_gate = moe_route(
-            x,
-            experts.router,
-            experts.shared_gate_up,
-            experts.shared_gate,
-            self.config.num_experts_per_tok,
-            self.config.norm_topk_prob,
+            linear(x, experts.router), config.num_experts, config.num_experts_per_tok, config.norm_topk_prob
         )
         if self.on_routed is not None:
             self.on_routed(layer, ids)

@@ -149,19 +149,10 @@ def kept_tokens(context_tokens: int, compress_ratio: int, topk: int) -> int:
     return min(context_tokens, (topk + 1) * compress_ratio - 1)
 
 
-def moe_route(
-    tokens: int,
-    hidden_size: int,
-    num_experts: int,
-    topk: int,
-    shared_size: int,
-    shared_format: str,
-    format_name: str = "bf16",
-) -> int:
-    """Router, gate and up of the shared expert, its gate: rows in; ids, weights, shared hidden rows, gate out."""
-    weights = stored_bytes(format_name, num_experts, hidden_size) + stored_bytes(format_name, 1, hidden_size)
-    shared = 2 * stored_bytes(shared_format, shared_size, hidden_size)
-    return weights + shared + tokens * ((hidden_size + shared_size + 1) * BF16_BYTES + topk * _CHOICE_BYTES)
+def moe_route(tokens: int, num_experts: int, topk: int, shared_size: int) -> int:
+    """Products of router, shared gate and up, shared gate in; ids, weights, shared hidden rows, gate out."""
+    products = num_experts + 2 * shared_size + 1
+    return tokens * ((products + shared_size + 1) * BF16_BYTES + topk * _CHOICE_BYTES)
 
 
 def moe_gate_up(tokens: int, experts: float, topk: int, hidden_size: int, expert_size: int, format_name: str) -> int:
