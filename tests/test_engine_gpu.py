@@ -67,11 +67,9 @@ def serve(
 
     for i in range(count - late):
         submit(i)
-    pieces = 0
-    for piece in engine.run():
+    for number, piece in enumerate(engine.run(), 1):
         out[piece.request_id] += piece.token_ids
-        pieces += 1
-        if pieces == 20:
+        if number == 20:
             for i in range(count - late, count):
                 submit(i)
     return [out[str(i)] for i in range(count)]
@@ -116,7 +114,7 @@ def test_coupled_acceptance_is_the_same_text_for_every_k() -> None:
 
 
 def test_the_cpu_writes_the_same_ids_but_for_near_ties() -> None:
-    """Sums come in another order on the GPU: a token may differ where the two best logits are within a few bf16 steps."""
+    """Sums come in another order on the GPU: a token may differ where the best two logits are a few bf16 steps apart."""
     from tests.ours import Ours
 
     ours = Ours(shipped(), max_model_len=512)

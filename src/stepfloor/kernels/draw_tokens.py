@@ -142,7 +142,7 @@ def draw_tokens_triton(
         ids_ptr=ids,
         tops_ptr=tops,
         sums_ptr=sums,
-        stream=stream,
+        noise_stream=stream,
         LOOPS=loops,
         BLOCK=SEGMENT,
         **launch_options(logits),
@@ -190,7 +190,7 @@ def _part_kernel(
     ids_ptr,
     tops_ptr,
     sums_ptr,
-    stream,
+    noise_stream,
     EARLIER: tl.constexpr,
     SCALE: tl.constexpr,
     LOOPS: tl.constexpr,
@@ -234,7 +234,7 @@ def _part_kernel(
                     tl.store(sums_ptr + row * tl.num_programs(0) + part, total)
                 seed = tl.load(seeds_ptr + slot * seed_stride)
                 position = tl.load(positions_ptr + window) + row - window * rows
-                x = x + gumbel_tile(seed, position, stream, first, BLOCK)
+                x = x + gumbel_tile(seed, position, noise_stream, first, BLOCK)
         # strictly: ids of a lane ascend, and the lowest of equals stays
         better = x > best
         best = tl.where(better, x, best)
