@@ -191,7 +191,7 @@ def hc_down_repack(
     target = torch.device(device)
     reason = _why_not_streamed(down, streams, target)
     if reason is not None:
-        logger.info("hc_down stays with torch: %s", reason)
+        logger.info("hc_down is not repacked: %s", reason)
         return tuple(w.to(target) for w in down)
     if target.index is None:
         target = torch.device(target.type, torch.cuda.current_device())

@@ -154,7 +154,7 @@ def hc_mix_repack(
     target = torch.device(device)
     reason = _why_not_streamed(up, streams, target)
     if reason is not None:
-        logger.info("hc_mix stays with torch: %s", reason)
+        logger.info("hc_mix is not repacked: %s", reason)
         return tuple(w.to(target) for w in up)
     if target.index is None:
         target = torch.device(target.type, torch.cuda.current_device())
