@@ -449,9 +449,7 @@ def _products_kernel(
         if tile >= tl.load(tile_starts_ptr + first + HELD):
             return
         expert = tl.load(tile_experts_ptr + tile)
-        pair, live = pairs_of_tile(
-            order_ptr, pair_starts_ptr, expert, tile - tl.load(tile_starts_ptr + expert), BLOCK_M
-        )
+        pair, live = pairs_of_tile(order_ptr, pair_starts_ptr, tile_starts_ptr, expert, tile, BLOCK_M)
     else:
         expert = expert_of(ids_ptr, group, EXPERTS)
         if pairs_before(ids_ptr, group, expert, EXPERTS, CHUNK) % BLOCK_M != 0:

@@ -269,9 +269,7 @@ def _gate_up_kernel(
         if tile >= tl.load(tile_starts_ptr + first + HELD):
             return
         expert = tl.load(tile_experts_ptr + tile)
-        pair, live = pairs_of_tile(
-            order_ptr, pair_starts_ptr, expert, tile - tl.load(tile_starts_ptr + expert), BLOCK_M
-        )
+        pair, live = pairs_of_tile(order_ptr, pair_starts_ptr, tile_starts_ptr, expert, tile, BLOCK_M)
     else:
         leader = tl.program_id(1)
         expert = expert_of(ids_ptr, leader, EXPERTS)
