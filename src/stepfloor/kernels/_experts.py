@@ -4,7 +4,8 @@ Source: include/experts.cuh, which reads these bytes and describes a step; forma
 """
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -12,13 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stepfloor.formats.codec import PackedWeight
-from stepfloor.kernels._jit import missing_for_cuda
+from stepfloor.kernels._jit import Launch, compile_cuda, device_arch, missing_for_cuda
 
 CAPACITIES = (1, 2, 4, 8, 16, 80)  # most rows of each kernel
 MAX_ROWS = CAPACITIES[-1]
 SHARED_LIMIT = 227 * 1024
 SHARED_LIMIT_OF_TWO = 113 * 1024
 STEP_BYTES = 576
+SCALE_REST = 128.0  # what decoded values lack, as in include/experts.cuh
 # where decode_eight looks for the bits of each pair of codes, the even column's first: sign, then highest to lowest
 _BITS_AT = (
     ((15, 8, 7, 6), (31, 24, 23, 22)),
@@ -94,6 +96,42 @@ def unpack_experts(tiled: TiledExperts) -> PackedWeight:
         value = torch.ldexp(1 + (held & 7) / 8, (held >> 3) - 10)
         scale[part] = torch.where(held == 0, 0.0, value).to(torch.float8_e4m3fn)
     return PackedWeight("nvfp4", tiled.shape, data, scale, tiled.scale.clone())
+
+
+def decode_experts(tiled: TiledExperts, first: int, out: Tensor) -> Tensor:
+    """Queue decoding of some experts to bf16 out [e, N, K], row-major; returns the float32 factors [e] it leaves out.
+
+    NVFP4's code times block scale is exact in bf16. On the CPU torch does the same, for tests.
+    """
+    part = slice(first, first + out.shape[0])
+    if out.is_cuda:
+        decode_launch(tiled.shape, tiled.slices, tiled.steps, tiled.paired, out.device, tiled.cache_dir)(
+            decode_arguments(tiled, first, out)
+        )
+    else:
+        stored = replace(tiled, tape=tiled.tape[part], scale=torch.full((out.shape[0],), 1 / SCALE_REST)).unpack()
+        out.copy_(stored.dequantize())
+    return tiled.scale[part] * SCALE_REST
+
+
+def decode_arguments(tiled: TiledExperts, first: int, out: Tensor) -> bytes:
+    """struct Arguments of `_experts.cu`."""
+    return pack_pointers((tiled.tape[first:], out), (), out.shape[0])
+
+
+def decode_macros(shape: tuple[int, int], slices: int, steps: int, paired: bool) -> dict[str, int]:
+    """The macros that specialise `_experts.cu`."""
+    return {"N": shape[0], "K": shape[1], "SLICES": slices, "STEPS": steps, "PAIRED": int(paired)}
+
+
+@cache
+def decode_launch(
+    shape: tuple[int, int], slices: int, steps: int, paired: bool, device: torch.device, cache_dir: Path
+) -> Launch:
+    """The compiled kernel, once a process; eight blocks fill a multiprocessor."""
+    cubin = compile_cuda("_experts.cu", decode_macros(shape, slices, steps, paired), device_arch(device), cache_dir)
+    blocks = torch.cuda.get_device_properties(device).multi_processor_count * 8
+    return Launch(cubin, "decode_experts_kernel", device, blocks, 256, 0)
 
 
 def _pieces(codes: Tensor, scales: Tensor, slices: int, steps: int, paired: bool) -> Tensor:

@@ -274,3 +274,11 @@ def start(PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
+
+
+@triton.jit
+def start_in_turn(PDL: tl.constexpr):
+    """The same, waiting first: for a kernel whose successor reads, before its own wait, what came before both."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()

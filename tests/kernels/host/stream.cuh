@@ -149,6 +149,7 @@ template <class T> T load_scalar(const void* from) {
   check_global(from, sizeof(T), sizeof(T));
   return *(const T*)from;
 }
+inline u32 load_global_word(const void* from) { return load_scalar<u32>(from); }
 inline u64 load_global_u64(const void* from) { return load_scalar<u64>(from); }
 inline u16 load_half(const void* from) { return load_scalar<u16>(from); }
 inline float load_global_float(const void* from) { return load_scalar<float>(from); }
@@ -203,6 +204,10 @@ inline u16 to_bf16(float value) {
   u32 bits;
   memcpy(&bits, &value, 4);
   return value != value ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+inline void store_global(void* to, const Words& v) {
+  if ((uintptr_t)to % 16) fault("global address not aligned");
+  *(Words*)to = v;
 }
 inline void store_shared(u32 address, const Words& v) {
   check_shared(address, 16);

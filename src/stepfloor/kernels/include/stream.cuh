@@ -107,6 +107,12 @@ DEVICE u32 load_shared_word(u32 address) {
   return v;
 }
 
+DEVICE u32 load_global_word(const void* pointer) {
+  u32 v;
+  asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(pointer));
+  return v;
+}
+
 DEVICE u64 load_global_u64(const void* pointer) {
   u64 v;
   asm volatile("ld.global.cg.u64 %0, [%1];" : "=l"(v) : "l"(pointer));
@@ -121,6 +127,10 @@ DEVICE u16 load_half(const void* pointer) {
 
 DEVICE void store_shared(u32 address, const Words& v) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+DEVICE void store_global(void* pointer, const Words& v) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
 DEVICE float load_global_float(const void* pointer) {
