@@ -124,7 +124,9 @@ class Step:
         model = self.model
         drafts, first = self.drafts[slots], self.length[slots]
         tokens = torch.cat((self.token[slots, None], drafts), 1).clamp(min=0)
-        rows = Rows(tokens, slots, first, self.pending[slots], self.rejected[slots], self.history[slots], chunk=False)
+        pending, rejected = self.pending[slots], self.rejected[slots]
+        # settled: the gather of history is a plain kernel behind that of pending
+        rows = Rows(tokens, slots, first, pending, rejected, self.history[slots], chunk=False, settled=True)
         residual, hidden = model.target(rows, self.cache)
         logits = model.logits(hidden).unflatten(0, tokens.shape)
         log_q = None if self.log_q is None else self.log_q[slots]
