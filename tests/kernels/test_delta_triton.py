@@ -16,7 +16,7 @@ from stepfloor.kernels._torch import DeltaRows, delta_rows, delta_rule
 from stepfloor.kernels.gdn_decode import gdn_decode_inputs, gdn_decode_reference, gdn_decode_triton
 from stepfloor.kernels.gdn_prefill import (
     CHUNK_ROWS,
-    FEW_ROWS,
+    PLAN,
     gdn_prefill_inputs,
     gdn_prefill_reference,
     gdn_prefill_triton,
@@ -29,7 +29,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 DTYPES = [torch.float32, torch.bfloat16]
 MODEL = (16, 48, 128, 128)  # key heads, value heads, K, V
-SMALL = [(2, 6, 5, 7), (1, 2, 10, 14)]
+SMALL = [(1, 3, 5, 7), (1, 2, 10, 14)]
 ON_GPU = [pytest.param(shape, marks=(pytest.mark.gpu, GPU)) for shape in (MODEL, (2, 4, 64, 64), (1, 2, 256, 256))]
 
 
@@ -96,11 +96,11 @@ def test_decode_is_the_references(shape: tuple[int, int, int, int], dtype: torch
 @pytest.mark.parametrize("shape", [SMALL[0], *ON_GPU], ids=str)
 def test_a_decoded_row_is_alone(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     """Each sequence alone and each window's first row alone have the bits they have in company."""
-    inputs: dict[str, Any] = gdn_decode_inputs(3, 3, *shape, dtype, DEVICE)
-    inputs["pending"] = torch.tensor([2, 0, 3], device=DEVICE)
+    inputs: dict[str, Any] = gdn_decode_inputs(2, 3, *shape, dtype, DEVICE)
+    inputs["pending"] = torch.tensor([0, 3], device=DEVICE)
     together = copied(inputs)
     output = gdn_decode_triton(**together)
-    for b in range(3):
+    for b in range(2):
         alone = copied(inputs)
         for name in ("projected", "slots", "pending"):
             alone[name] = inputs[name][b : b + 1].clone()
@@ -165,7 +165,7 @@ def prefill_beside_the_reference(
     ("shape", "rows", "dtype"),
     [
         (SMALL[0], CHUNK_ROWS, torch.float32),
-        (SMALL[1], CHUNK_ROWS + FEW_ROWS + 1, torch.bfloat16),
+        (SMALL[1], CHUNK_ROWS + PLAN.few_rows + 1, torch.bfloat16),
         (SMALL[0], CHUNK_ROWS + 3, torch.bfloat16),
         *(
             pytest.param(shape, rows, dtype, marks=(pytest.mark.gpu, GPU))
@@ -244,12 +244,12 @@ def test_cuts_at_whole_chunks_do_not_show(shape: tuple[int, int, int, int]) -> N
 def test_a_prompt_then_steps() -> None:
     """History that a prefill leaves is what a step's convolution reads, with nothing pending."""
     prompt, width = 5, 2
-    inputs: dict[str, Any] = gdn_prefill_inputs(prompt + 1, 2, 6, 5, 7, torch.bfloat16, DEVICE)
+    inputs: dict[str, Any] = gdn_prefill_inputs(prompt + 1, *SMALL[0], torch.bfloat16, DEVICE)
     whole = copied(inputs)
     wanted = gdn_prefill_triton(**whole)
     first = gdn_prefill_triton(**inputs | {"projected": inputs["projected"][:prompt]})
     assert_same(first, wanted[:prompt])
-    gate_rows = inputs["raw_rows"].new_full((2, width, 12), torch.nan)
+    gate_rows = inputs["raw_rows"].new_full((2, width, 6), torch.nan)
     step = gdn_decode_triton(
         inputs["projected"][None, prompt:],
         inputs["state"],

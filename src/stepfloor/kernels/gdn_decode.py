@@ -27,11 +27,25 @@ from stepfloor.kernels._torch import delta_rows, delta_rule, gated_norm
 logger = logging.getLogger(__name__)
 
 TAPS = 4
-# Blocks of a head, from so many sequences on; all give a value the same bits. Between its neighbours in a layer, one
-# row, H200: 8.1 us with two against 8.7 with one at 1 sequence, 15.5 against 14.5 at 4 (16 columns a warp).
-PARTS = ((1, 2), (2, 1))
 MOST_ROWS = 32  # pending and new ones of a sequence
 MOST_SHARED = 227 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Fields of a DeltaPlan from so many sequences on. clusters: the most there may be, or as many as units of work."""
+
+    sequences: int
+    parts: int
+    early: int = 1
+    clusters: int | None = None
+
+
+# All give a value the same bits. Between its neighbours in a layer, one row, H200: 8.1 us with two blocks of a head
+# against 8.7 with one at 1 sequence, 15.5 against 14.5 at 4 (16 columns a warp, early 1).
+PLANS = (Choice(1, parts=2), Choice(2, parts=1))
+# for calls that are settled; early 3 and clusters are not measured yet, `benchmarks.delta_net` prints these lines
+SETTLED_PLANS = PLANS
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +56,9 @@ class DeltaPlan:
     silu    whether silu, not sigmoid, gates the norm
     cols    columns of a warp; parts  blocks of a head
     joined  whether a cluster holds all blocks that read a key head, as rewriting rows in place demands
-    early   what may precede the end of the kernel before: 0 nothing, 1 calling the state into the L2, 2 reading it,
-            for steps in which slots, pending, state and rows were final before that kernel began
+    early   what may precede the end of the kernel before: 0 nothing, 1 calling the state into the L2, 2 reading it, 3
+            replaying the pending rows too and writing the state; 2 and 3 for calls that are `settled`
+    rounds  key heads of sequences that a cluster works on, one after the other, requesting the next one's state
     passing whether a written state leaves the L2 before other lines
     """
 
@@ -58,6 +73,7 @@ class DeltaPlan:
     parts: int = 2
     joined: bool = True
     early: int = 1
+    rounds: int = 1
     passing: bool = True
 
     @property
@@ -70,10 +86,10 @@ class DeltaPlan:
         """Blocks of a cluster."""
         return self.parts * (self.heads // self.key_heads if self.joined else 1)
 
-    @property
-    def blocks(self) -> int:
-        """Blocks of one sequence."""
-        return self.heads * self.parts
+    def blocks(self, sequences: int) -> int:
+        """Blocks of the grid."""
+        units = sequences * (self.key_heads if self.joined else self.heads)
+        return -(-units // self.rounds) * self.cluster
 
     @property
     def shared_bytes(self) -> int:
@@ -82,7 +98,8 @@ class DeltaPlan:
         rows = (TAPS - 1 + every) * (2 * self.key_dim + width) * 2 + self.rows * width * 2
         operands = self.rows * self.key_dim + every * (self.key_dim + width)
         results = self.rows * (width + self.value_dim // self.cols) + 2 * every
-        return rows + 4 * (operands + results)
+        plain = rows + 4 * (operands + results)
+        return plain if self.rounds == 1 else plain + -plain % 128 + 4 * self.key_dim * self.value_dim + 16
 
     @property
     def per_multiprocessor(self) -> int:
@@ -100,6 +117,7 @@ class DeltaPlan:
             and self.key_dim % max(32, deep) == 0
             and self.rows + self.kept <= MOST_ROWS
             and self.cluster <= 16
+            and (self.rounds == 1 or self.parts == 1)
             and self.threads <= 1024
             and self.shared_bytes <= MOST_SHARED
         )
@@ -118,6 +136,7 @@ class DeltaPlan:
             "PARTS": self.parts,
             "JOINED": int(self.joined),
             "EARLY": self.early,
+            "QUEUED": int(self.rounds > 1),
             "PASSING": int(self.passing),
             "PER_SM": self.per_multiprocessor,
         }
@@ -159,6 +178,7 @@ def gdn_decode(
     slots: Tensor,
     pending: Tensor,
     constants: DeltaConstants,
+    settled: bool = False,
 ) -> Tensor:
     """Replay accepted rows into the state, then run R new rows of each of B sequences.
 
@@ -167,6 +187,9 @@ def gdn_decode(
     raw_rows     [slots, taps - 1 + R', C]: the convolution's history, then the pending rows; rewritten in place
     gate_rows    [slots, R', 2 * HV] b and a of the pending rows; rewritten in place
     slots        [B] int64; pending [B] int64, rows of the last step that were accepted (0 after a prefill)
+    settled      whether whatever last touched state, kept rows, slots and pending ran before something that is no
+                 dependent launch (a copy, a plain kernel, the start of a graph), and that before this call; the kernel
+                 may then read and write them before its predecessor has ended
     Returns [B, R, HV * V]. On a GPU slots and pending are read there; the first call of a shape loads its kernel, which
     a graph capture must not do. Raises ValueError if R exceeds the rows that can be pending or the shapes disagree.
     """
@@ -180,7 +203,7 @@ def gdn_decode(
         )
     operands = (projected, state, raw_rows, gate_rows, slots, pending, constants)
     if projected.is_cuda:
-        plan = choose_plan(plan_for(constants, projected.shape[1], gate_rows.shape[1]), projected.shape[0])
+        plan = choose_plan(plan_for(constants, projected.shape[1], gate_rows.shape[1]), projected.shape[0], settled)
         reason = _why_not_cuda(plan, projected.device, _as_the_kernel_reads(*operands))
         if reason is None:
             out = projected.new_empty((*projected.shape[:2], constants.parts[1]))
@@ -221,9 +244,17 @@ def plan_for(constants: DeltaConstants, rows: int, kept: int) -> DeltaPlan:
     return DeltaPlan(c.key_heads, c.heads, c.key_dim, c.value_dim, rows, kept, c.activation == "silu")
 
 
-def choose_plan(plan: DeltaPlan, sequences: int) -> DeltaPlan:
+def choose_plan(plan: DeltaPlan, sequences: int, settled: bool = False) -> DeltaPlan:
     """The plan for a number of sequences."""
-    return replace(plan, parts=[parts for first, parts in PARTS if sequences >= first][-1])
+    plans = SETTLED_PLANS if settled else PLANS
+    return planned(plan, [choice for choice in plans if sequences >= choice.sequences][-1], sequences)
+
+
+def planned(plan: DeltaPlan, choice: Choice, sequences: int) -> DeltaPlan:
+    """A plan with a choice's fields."""
+    units = sequences * plan.key_heads
+    rounds = 1 if choice.clusters is None else -(-units // choice.clusters)
+    return replace(plan, parts=choice.parts, early=choice.early, rounds=rounds)
 
 
 @cache
@@ -236,7 +267,7 @@ def launch_for(
         cubin,
         "gdn_decode_kernel",
         device,
-        sequences * plan.blocks,
+        plan.blocks(sequences),
         plan.threads,
         plan.shared_bytes,
         cluster=plan.cluster,
@@ -273,7 +304,8 @@ def pack_arguments(
         out,
     )
     addresses = [tensor.data_ptr() for tensor in pointers]
-    return struct.pack(f"{len(addresses)}Pqqf4x", *addresses, projected.stride(1), state.shape[0], constants.eps)
+    sizes = (projected.stride(1), state.shape[0], projected.shape[0])
+    return struct.pack(f"{len(addresses)}Pqqif", *addresses, *sizes, constants.eps)
 
 
 def _as_the_kernel_reads(

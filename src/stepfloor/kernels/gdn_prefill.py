@@ -19,6 +19,7 @@ Decays, the inverse, the sums and the state are float32. In float32 models all p
 """
 
 import logging
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -42,10 +43,28 @@ from stepfloor.kernels._torch import DeltaRows, delta_rows, delta_rule, gated_no
 logger = logging.getLogger(__name__)
 
 CHUNK_ROWS = 64
-FEW_ROWS = 16  # a last part of so many rows runs row by row
 MOST_HEAD_DIM = 128  # of heads that have a chunk form: a chunk's operands must fit into shared memory
-# Rows whose W, X, U and states are held at once: 250 MB for 48 heads of 128.
-SEGMENT_ROWS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPlan:
+    """How the GPU runs a prompt chunk. The defaults are not measured yet; `benchmarks.delta_net` compares some.
+
+    chunks    whether there is a chunk form; else all rows run row by row
+    few_rows  a last part of so many rows runs row by row
+    columns, stages, warps  of a program of the scan; chunks whose operands (56 KB) it holds, where they fit
+    segment_rows  rows whose W, X, U and states are held at once: 250 MB for 48 heads of 128
+    """
+
+    chunks: bool = True
+    few_rows: int = 16
+    columns: int = 32
+    stages: int = 2
+    warps: int = 4
+    segment_rows: int = 2048
+
+
+PLAN = PrefillPlan()
 
 
 def gdn_prefill_reference(
@@ -92,17 +111,18 @@ def gdn_prefill_triton(
     raw_rows: Tensor,
     slots: Tensor,
     constants: DeltaConstants,
-    few_rows: int = FEW_ROWS,
+    plan: PrefillPlan = PLAN,
 ) -> Tensor:
-    """Queue the kernels. A last part of up to `few_rows` rows runs row by row; CHUNK_ROWS - 1 of them are the most."""
+    """Queue the kernels."""
     rows = projected.shape[0]
     prepared = prepare(projected[None], raw_rows, slots, constants, None)
     out = projected.new_empty((rows, constants.parts[1]))
-    first = rows - rows % CHUNK_ROWS if rows % CHUNK_ROWS <= few_rows else rows
-    if max(constants.key_dim, constants.value_dim) > MOST_HEAD_DIM:
+    first = rows - rows % CHUNK_ROWS if rows % CHUNK_ROWS <= plan.few_rows else rows
+    if max(constants.key_dim, constants.value_dim) > MOST_HEAD_DIM or not plan.chunks:
         first = 0
-    for begin in range(0, first, SEGMENT_ROWS):
-        _queue_segment(prepared, projected, state, slots, constants, out, begin, min(begin + SEGMENT_ROWS, first))
+    for begin in range(0, first, plan.segment_rows):
+        stop = min(begin + plan.segment_rows, first)
+        _queue_segment(prepared, projected, state, slots, constants, out, begin, stop, plan)
     if first < rows:
         recur(prepared, state, slots, constants, None, out, first)
         close(out, projected, constants, first)
@@ -119,6 +139,7 @@ def _queue_segment(
     out: Tensor,
     begin: int,
     stop: int,
+    plan: PrefillPlan,
 ) -> None:
     """Rows begin .. stop - 1 in chunk form; begin is a multiple of CHUNK_ROWS."""
     c, device = constants, projected.device
@@ -132,7 +153,7 @@ def _queue_segment(
     x = torch.empty((rows, c.heads, c.value_dim), dtype=torch.float32, device=device)
     running = torch.empty((rows, c.heads), dtype=torch.float32, device=device)
     block_k, block_v = (max(16, triton.next_power_of_2(size)) for size in (c.key_dim, c.value_dim))
-    columns = min(32, block_v)  # of a program of the scan
+    columns = min(plan.columns, block_v)
     sizes = {
         "KEY_HEADS": c.key_heads,
         "HEADS": c.heads,
@@ -163,7 +184,8 @@ def _queue_segment(
         rows,
         chunks,
         BLOCK_V=columns,
-        STAGES=_stages(device),
+        STAGES=_stages(device, plan),
+        num_warps=plan.warps,
         **sizes,
     )
     _read_kernel[(chunks, c.heads)](
@@ -189,11 +211,11 @@ def _queue_segment(
 
 
 @cache
-def _stages(device: torch.device) -> int:
-    """Chunks whose operands a program of the scan holds in shared memory: 56 KB each."""
+def _stages(device: torch.device, plan: PrefillPlan) -> int:
     if device.type != "cuda":
         return 1
-    return 2 if torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor >= 160 * 1024 else 1
+    shared = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+    return plan.stages if shared >= 160 * 1024 else 1
 
 
 @triton.jit

@@ -230,6 +230,7 @@ class Model:
                 rows.slots,
                 rows.pending,
                 attention.constants,
+                rows.settled,
             ).flatten(0, 1)
         return linear(mixed, attention.out)
 

@@ -225,10 +225,12 @@ class Step:
         """
         model, state = self.model, self.state
         tokens, first, pending, rejected, history = begin_rows(state, slots)
-        rows = Rows(tokens, slots, first, pending, rejected, history, chunk=False)
+        # a plain kernel, which starts when all before it has ended: what follows may read slots and pending at once
+        drafts = state.drafts[slots]
+        rows = Rows(tokens, slots, first, pending, rejected, history, chunk=False, settled=True)
         residual, hidden = model.target(rows, self.cache)
         logits = model.logits(hidden).unflatten(0, tokens.shape)
-        emitted, accepted = self.sampler.accept(logits, state.drafts[slots], slots, first + 1)
+        emitted, accepted = self.sampler.accept(logits, drafts, slots, first + 1)
         self.sampler.commit(slots, emitted)
         following, last, report = commit_rows(
             emitted,
