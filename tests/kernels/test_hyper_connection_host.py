@@ -44,7 +44,7 @@ extern "C" int run(const Arguments* a, const u64* ranges, int count, u64 shared_
         (2, True, "bf16"),
         (2, False, "bf16"),
         (1, True, "fp8_channel"),
-        (1, False, "mxfp8"),
+        pytest.param(1, False, "mxfp8", marks=pytest.mark.slow),
     ],
 )
 def test_down_on_the_host(parts: int, norm_first: bool, name: str, tmp_path: Path) -> None:
@@ -92,7 +92,10 @@ def test_down_without_a_write_and_without_inject_rows(tmp_path: Path) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize(("slices", "name"), [(1, "bf16"), (2, "bf16"), (2, "fp8_channel"), (1, "mxfp8")])
+@pytest.mark.parametrize(
+    ("slices", "name"),
+    [(1, "bf16"), (2, "bf16"), (2, "fp8_channel"), pytest.param(1, "mxfp8", marks=pytest.mark.slow)],
+)
 def test_mix_on_the_host(slices: int, name: str, tmp_path: Path) -> None:
     inputs = hc_mix_inputs(10, 46, 64, name, torch.bfloat16, "cpu")
     weight = inputs["up"][0]

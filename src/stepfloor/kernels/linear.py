@@ -217,6 +217,9 @@ def choose_variant(plan: StreamPlan, rows: int) -> Variant:
     spread = spread_variant(plan, min(tiles, MAX_ROWS // 16))
     if spread is not None:
         return spread
+    stage_steps = panel_stage_steps(plan)
+    if stage_steps:
+        return Variant(tiles, True, stage_steps, 3)
     # scaled sums of several tiles would not fit in registers beside the others
     return Variant(tiles, True) if plan.passes == 1 and plan.format != "fp8_block" else Variant(1, True)
 
