@@ -14,6 +14,7 @@ from stepfloor.kernels.qsa_attend import (
     kept_positions,
     qsa_attend,
     qsa_attend_inputs,
+    qsa_attend_reference,
     qsa_attend_triton,
 )
 from stepfloor.kernels.qsa_prepare import (
@@ -120,7 +121,7 @@ def test_prepared_rows_are_the_references(
 
 @pytest.mark.parametrize("operator", [qsa_prepare, qsa_prepare_triton])
 def test_float8_caches_saturate(operator: Any) -> None:
-    """A plain cast of 449 or more gives NaN, and one NaN in a page ends a text."""
+    """A cast that does not saturate gives NaN above 448, and one NaN in a page ends a text."""
     inputs = prepare_inputs(1, 1, 0, ODD, BF16, FP8)
     values = slice(2 * ODD.heads * ODD.head_dim + ODD.kv_heads * ODD.head_dim, None)
     inputs["projected"][0, 0, values][:3] = torch.tensor([1000.0, -1e6, 450.0])
@@ -321,6 +322,7 @@ def test_attended_rows_lie_at_the_exact_result(
     with poisoned_memory(monkeypatch):
         ours = qsa_attend_triton(**inputs, piece=piece)
     assert_attended(ours, inputs, [0, 1])
+    assert_attended(qsa_attend_reference(**inputs), inputs, [0, 1])
 
 
 @pytest.mark.parametrize(("dtype", "kv"), [(FP32, FP32), (BF16, BF16), (BF16, FP8)], ids=str)

@@ -8,11 +8,11 @@ Source: transformers 5.24, Qwen4ExpTextAttention.forward with eager_attention_fo
 On a GPU a decode step takes two kernels: PIECE kept positions of one row and key head per program, with all query
 heads that share the key head; then the pieces of a row are joined in their order and gated. Pieces and their order
 follow from the row's own position, so its bits depend on nothing else. Rows of a prompt chunk (more than
-MOST_DECODE_ROWS) go over all their positions in one program: four or eight rows together as long as they keep
-everything, later row by row, which gathers what each selected.
+MOST_DECODE_ROWS) go over all their positions in one program: eight rows together as long as they keep everything,
+later row by row, which gathers what each selected. Their sums have another order than a decode step's.
 
 The reference rounds p, relative to the whole row's softmax. A kernel rounds a piece's exp(s - max of the piece) and
-divides later: each weight is rounded once as well, by at most half a unit of itself, but elsewhere. So a kernel is as
+divides later: each weight is rounded once as well, by at most 2**-8 of itself in bf16, but elsewhere. So a kernel is as
 close to the exact result as the reference is, and the two lie within twice that bound of each other.
 """
 
@@ -190,7 +190,7 @@ def _attend_chunk(
     page_table: Tensor,
     ratio: int,
 ) -> Tensor:
-    """Rows that keep everything in tiles, then the others one by one; each kernel leaves the other's rows alone."""
+    """Two launches: tiles of rows that keep everything, then the others one by one; each skips the other's rows."""
     b, r, heads, dim = q.shape
     page, kv_heads = keys.shape[1:3]
     topk, pages = selected.shape[2], page_table.shape[1]

@@ -400,7 +400,7 @@ def qsa_prepare_inputs(
 
 
 def _write(cache: Tensor, pages: Tensor, offsets: Tensor, rows: Tensor) -> None:
-    """Store rows at their places. A plain cast to float8_e4m3fn makes NaN of what exceeds 448, so it is cut first."""
+    """Store rows at their places. Not every cast to float8_e4m3fn saturates, some give NaN above 448: cut first."""
     if cache.dtype == torch.float8_e4m3fn:
         rows = rows.clamp(-448.0, 448.0)
     cache[pages, offsets] = rows.to(cache.dtype)
