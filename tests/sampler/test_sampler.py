@@ -84,8 +84,8 @@ def write(
 
 def kept(sampler: Sampler) -> Proposals:
     """What drafts were drawn from; it must be there."""
-    assert sampler._proposals is not None
-    return sampler._proposals
+    assert sampler.proposals is not None
+    return sampler.proposals
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,7 @@ def test_drafts_share_the_targets_noise_in_coupled_mode_only() -> None:
         sampler = Sampler(V, 1, 1, acceptance, "cpu")
         sampler.assign(0, SamplingParams(seed=3), ())
         drafts = sampler.draft(logits, slots, positions, none)
-        assert (sampler._proposals is None) == (acceptance == "coupled")
+        assert (sampler.proposals is None) == (acceptance == "coupled")
         agreeing[acceptance] = int((drafts == sampler.sample(logits, slots, positions)).sum())
     assert agreeing["coupled"] == n
     # independent draws of 40 equal tokens agree in 1 of 40: 12.5 of 500, and above 50 less than once in 10**14
@@ -257,7 +257,7 @@ def test_drafts_and_target_rows_count_the_drafts_before_them() -> None:
     drafts = torch.empty(1, 0, dtype=torch.int64)
     for j in range(3):
         token = sampler.draft(torch.zeros(1, 5), slot, position + 1 + j, drafts)
-        assert sampler._proposals is None
+        assert sampler.proposals is None
         drafts = torch.cat([drafts, token[:, None]], dim=1)
     assert (first.tolist(), drafts.tolist()) == ([0], [[1, 2, 3]])
     emitted, accepted = sampler.accept(torch.zeros(1, 4, 5), drafts, slot, position + 1)

@@ -423,7 +423,7 @@ def _cut_kernel(
                     sums = tl.load(sums_ptr + row * parts + i, mask=i < parts, other=0.0)
                     tops = tl.load(tops_ptr + row * parts + i, mask=i < parts, other=float("-inf"))
                     whole = tl.sum(fixed(sums * exp_below(tops, top)), 0)
-                    solved = (tl.full([], 0, tl.int32) == 0) & (top_p < 1.0)
+                    solved = top_p < 1.0
                 if solved & (top_p < 1.0):
                     # what may go in all, and whether it goes beyond the ids that were listed
                     spare = ((1.0 - top_p.to(tl.float64)) * whole.to(tl.float64)).to(tl.int64)

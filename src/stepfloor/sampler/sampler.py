@@ -38,7 +38,10 @@ _WORDS = len(_INTEGERS) + len(_FLOATS) // 2
 
 
 class Sampler:
-    """Draws, judges and counts tokens for all slots of one engine."""
+    """Draws, judges and counts tokens for all slots of one engine.
+
+    proposals  what each slot's drafts were drawn from; None until a random slot drafts or `prepare` is told of one
+    """
 
     def __init__(
         self,
@@ -53,7 +56,7 @@ class Sampler:
 
         The padding slot is number max_num_seqs: greedy, never assigned, its tokens mean nothing.
         forced_accept takes that many drafts of each window whatever the target says, for timing kernels at a chosen
-        acceptance. The text is then not the model's: never a quality run.
+        acceptance: 2 for 3 tokens a step. The text is then not the model's: never a quality run.
         Raises ValueError for an unknown acceptance or a forced_accept above spec_tokens.
         """
         if acceptance not in ("standard", "coupled"):
@@ -79,7 +82,7 @@ class Sampler:
         # A row of V for each slot, and for each draft: made when a request or a graph first wants them, kept for good.
         self._bias: Tensor | None = None
         self._penalties: Penalties | None = None
-        self._proposals: Proposals | None = None
+        self.proposals: Proposals | None = None
 
     @property
     def stages(self) -> frozenset[Stage]:
@@ -129,9 +132,9 @@ class Sampler:
         mode. What is there already stays as it is, so graphs of other stages stay valid.
         """
         self._make(stages)
-        if "noise" in stages and self._judges_by_q and self._proposals is None:
+        if "noise" in stages and self._judges_by_q and self.proposals is None:
             shape = (self.max_num_seqs + 1, self.spec_tokens, self.vocab_size)
-            self._proposals = Proposals(
+            self.proposals = Proposals(
                 torch.zeros(shape, dtype=torch.float32, device=self._device),
                 torch.zeros((*shape[:2], 2), dtype=torch.float32, device=self._device),
             )
@@ -156,7 +159,7 @@ class Sampler:
         if not self._keeps_q:
             return self._draw(logits, slots, positions, TARGET if self._coupled else DRAFT, earlier)
         self.prepare(self.stages)
-        return self._draw(logits, slots, positions, DRAFT, earlier, self._proposals)
+        return self._draw(logits, slots, positions, DRAFT, earlier, self.proposals)
 
     def accept(self, logits: Tensor, drafts: Tensor, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Judge each window of drafts.
@@ -176,12 +179,12 @@ class Sampler:
                 f"accept wants logits [B, k + 1, {self.vocab_size}] and drafts [B, k]; "
                 f"got {tuple(logits.shape)} and {tuple(drafts.shape)}"
             )
-        if self._keeps_q and self._proposals is not None and drafts.shape[1] > 0:
+        if self._keeps_q and self.proposals is not None and drafts.shape[1] > 0:
             rows, stages = self._rows(logits.flatten(0, 1), slots, drafts)
             return accept_drafts(
                 rows.view_as(logits),
                 drafts,
-                self._proposals,
+                self.proposals,
                 slots,
                 positions,
                 self._temperature,
