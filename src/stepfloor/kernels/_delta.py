@@ -150,7 +150,6 @@ def prepare(
         BLOCK=triton.next_power_of_2(max(c.key_dim, c.value_dim)),
         TILE=TILE_ROWS,
         REPLAY=replay is not None,
-        enable_fp_fusion=False,
         **dependent_launch(projected),
     )
     return out
@@ -196,7 +195,6 @@ def recur(
         BLOCK_V=block_v,
         REPLAY=replay is not None,
         num_warps=1,
-        enable_fp_fusion=False,
         **dependent_launch(out),
     )
 
@@ -219,7 +217,6 @@ def close(mixed: Tensor, projected: Tensor, constants: DeltaConstants, first: in
         SILU=c.activation == "silu",
         BLOCK=triton.next_power_of_2(c.value_dim),
         TILE=TILE_ROWS,
-        enable_fp_fusion=False,
         **dependent_launch(mixed),
     )
 

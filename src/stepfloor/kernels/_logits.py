@@ -157,7 +157,7 @@ def segments(vocab_size: int) -> int:
 
 def launch_options(tensor: Tensor, num_warps: int = 4) -> dict[str, Any]:
     """Options of every launch. No product is fused with a sum: the reference rounds between them."""
-    return {"num_warps": num_warps, "enable_fp_fusion": False, **dependent_launch(tensor)}
+    return {"num_warps": num_warps, **dependent_launch(tensor)}
 
 
 def row_arguments(logits: Tensor, slots: Tensor, temperature: Tensor, stages: Stages | None) -> dict[str, Any]:
