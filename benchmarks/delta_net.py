@@ -102,7 +102,6 @@ PREFILL_PLANS = [
     replace(PLAN, stages=1),
     replace(PLAN, columns=64),
     replace(PLAN, columns=64, warps=8),
-    replace(PLAN, columns=16),
     replace(PLAN, segment_rows=1024),
     replace(PLAN, chunks=False),
 ]

@@ -178,9 +178,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) gdn_decode_kernel(
   const auto head_of = [&](int unit) { return JOINED ? unit % UNITS * GROUP + rank / PARTS : unit % UNITS; };
 
   launch_dependents();
-  float norm[4];
-#pragma unroll
-  for (int c = 0; c < 4; c++) norm[c] = low_half(load_half(a.norm_weight + part * WIDTH + last + c));
   const u32 arrived = shared_address(shared) + ARRIVED;
   const auto call_state = [&](int unit) {  // thread 0 alone
     const float* from = a.state + (load_index(a.slots + unit / UNITS) * HEADS + head_of(unit)) * K * V;
@@ -193,19 +190,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) gdn_decode_kernel(
   }
 
 #pragma unroll 1
-  for (int unit = blockIdx.x / CLUSTER, turn_of_unit = 0; unit < units; unit += clusters, turn_of_unit++) {
+  for (int unit = blockIdx.x / CLUSTER, turn_of_unit = 0; QUEUED ? unit < units : turn_of_unit == 0;
+       unit += clusters, turn_of_unit++) {
     const bool first = !QUEUED || turn_of_unit == 0;
     const bool split = EARLY == 3 && first;  // whether the new rows come only after the replay
     const int b = unit / UNITS, head = head_of(unit), key_head = head / GROUP;
     const int column = head * V + part * WIDTH;  // of this block, among the HEADS * V
-    float taps[PAIR_TURNS][2][4];
+    float taps[PAIR_TURNS][2][4], norm[4];
+    const auto load_taps = [&] {
 #pragma unroll
-    for (int turn = 0; turn < PAIR_TURNS; turn++) {
-      const int pair = min(tid + turn * THREADS, PAIRS - 1);
-      const int channel = channel_of(pair / 4, key_head, column) + pair % 4 * 2;
-      load_four(taps[turn][0], a.conv_weight + (long long)channel * TAPS);
-      load_four(taps[turn][1], a.conv_weight + (long long)channel * TAPS + TAPS);
-    }
+      for (int turn = 0; turn < PAIR_TURNS; turn++) {
+        const int pair = min(tid + turn * THREADS, PAIRS - 1);
+        const int channel = channel_of(pair / 4, key_head, column) + pair % 4 * 2;
+        load_four(taps[turn][0], a.conv_weight + (long long)channel * TAPS);
+        load_four(taps[turn][1], a.conv_weight + (long long)channel * TAPS + TAPS);
+      }
+    };
+    const auto load_norm = [&] {
+#pragma unroll
+      for (int c = 0; c < 4; c++) norm[c] = low_half(load_half(a.norm_weight + part * WIDTH + last + c));
+    };
+    load_taps();
+    if (EARLY < 3) load_norm();
     const float rate = expf(a.a_log[head]), bias = a.dt_bias[head];
 
     if (EARLY == 1 && first) {
@@ -347,7 +353,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) gdn_decode_kernel(
       }
     };
     write_rows(0, HISTORY);
+    if (EARLY == 3) load_norm();
     if (split) {
+      load_taps();  // again: the registers were needed for the replay
       wait_for_predecessor();
       request_new_rows();
       prepare(accepted, accepted + ROWS, false);

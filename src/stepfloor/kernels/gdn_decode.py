@@ -44,7 +44,7 @@ class Choice:
 # All give a value the same bits. Between its neighbours in a layer, one row, H200: 8.1 us with two blocks of a head
 # against 8.7 with one at 1 sequence, 15.5 against 14.5 at 4 (16 columns a warp, early 1).
 PLANS = (Choice(1, parts=2), Choice(2, parts=1))
-# for calls that are settled; early 3 and clusters are not measured yet, `benchmarks.delta_net` prints these lines
+# For calls that are settled. Early 3 and clusters are not measured yet; `benchmarks.delta_net` recommends.
 SETTLED_PLANS = PLANS
 
 

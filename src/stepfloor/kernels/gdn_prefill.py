@@ -2,7 +2,7 @@
 
 On the CPU the recurrence runs row by row, so that any chunking gives the same bits. On a GPU most rows run in chunk
 form, 64 at a time as matrix products and one triangular solve; a last part of up to 16 rows runs row by row, and so do
-heads of more than 128 values. A prompt cut at multiples of 64 rows therefore has the bits of the whole.
+heads of more than 128 values (64 in float32). A prompt cut at multiples of 64 rows therefore has the bits of the whole.
 
 Source: transformers 5.24, Qwen4ExpTextGatedDeltaNet.forward; chunk form of Yang et al. 2024 (Gated Delta
 Networks), section 3.3, with c the running sum of log decays in the chunk and G[i, j] = exp(c[i] - c[j]), j <= i:
@@ -43,7 +43,9 @@ from stepfloor.kernels._torch import DeltaRows, delta_rows, delta_rule, gated_no
 logger = logging.getLogger(__name__)
 
 CHUNK_ROWS = 64
-MOST_HEAD_DIM = 128  # of heads that have a chunk form: a chunk's operands must fit into shared memory
+# Of heads that have a chunk form: a chunk's operands must fit into shared memory, and float32 products of 128 values
+# spill 12 KB a thread.
+MOST_HEAD_DIM = {torch.bfloat16: 128, torch.float32: 64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,7 @@ def gdn_prefill_triton(
     prepared = prepare(projected[None], raw_rows, slots, constants, None)
     out = projected.new_empty((rows, constants.parts[1]))
     first = rows - rows % CHUNK_ROWS if rows % CHUNK_ROWS <= plan.few_rows else rows
-    if max(constants.key_dim, constants.value_dim) > MOST_HEAD_DIM or not plan.chunks:
+    if max(constants.key_dim, constants.value_dim) > MOST_HEAD_DIM[projected.dtype] or not plan.chunks:
         first = 0
     for begin in range(0, first, plan.segment_rows):
         stop = min(begin + plan.segment_rows, first)
