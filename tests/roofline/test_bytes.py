@@ -40,6 +40,12 @@ def test_table_rows_of_one_token() -> None:
     assert op.ngram_gather(1, 16, 160, "nvfp4") == 16 * 8 + 16 * 90 + 4 + 5120
 
 
+def test_drafter_input_of_one_token() -> None:
+    """Residual and embedding row in, both normed, both projected, five vectors added to four."""
+    assert op.mtp_norm(1, 2560, 4) - op.mtp_norm(0, 2560, 4) == 8 + 2 * (10240 + 2560) * 2
+    assert op.mtp_fuse(1, 2560, 4) == (10240 + 2560 + 10240) * 2
+
+
 @pytest.mark.parametrize("case", ["a", "b'", "c"])
 @pytest.mark.parametrize("rows", [1, 4])
 def test_operators_of_one_target_pass_add_up_to_the_floor(case: str, rows: int) -> None:

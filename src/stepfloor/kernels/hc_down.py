@@ -11,6 +11,8 @@ The source rounds every step to the model's dtype; so does the reference.
 On a GPU the bf16 matrix is repacked once, at load (`hc_down_repack`), and one kernel, `hc_down.cu`, does all of it.
 Its sums depend on the shape alone, never on the number of rows. It rounds where the source does; its n and its sums
 come in another order, so it may differ from the reference by one bf16 step of n and what that moves in the product.
+More rows than a decode step has, and matrices that are not repacked, go through three: write and norms, a product, and
+what follows it.
 """
 
 import logging
@@ -21,11 +23,22 @@ from functools import cache
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from stepfloor.formats.codec import PackedWeight, quantize
-from stepfloor.kernels._jit import Launch, compile_cuda, default_cache_dir, device_arch, missing_for_cuda
+from stepfloor.kernels._jit import (
+    Launch,
+    compile_cuda,
+    default_cache_dir,
+    dependent_launch,
+    device_arch,
+    missing_for_cuda,
+    runs_triton,
+    start,
+    tl,
+    triton,
+)
+from stepfloor.kernels._product import packed_product
 from stepfloor.kernels._stream import (
     ROW_CAPACITIES,
     SHARED_LIMIT_OF_TWO,
@@ -41,7 +54,7 @@ from stepfloor.kernels._torch import product, rms_norm, sigmoid, silu
 
 logger = logging.getLogger(__name__)
 
-MAX_ROWS = 64  # more rows are prefill: the library multiplies
+MAX_ROWS = 80  # more rows are prefill: the library multiplies
 UNIT_COLUMNS = 256  # a warp reads 8 columns a lane at a time
 
 
@@ -151,11 +164,13 @@ def hc_down(
             f"{tuple(residual.shape)}, y {written[0]}, weights {written[1]}, norm_scale {tuple(norm_scale.shape)}, "
             f"down {[w.shape for w in down]}"
         )
-    if len(down) == 1 and isinstance(down[0], StreamedDown) and residual.is_cuda and residual.dtype == torch.bfloat16:
-        if 0 < count <= MAX_ROWS:
-            return stream_down(residual, y, y_weights, norm_scale, down[0], eps)
-        return _with_library(residual, y, y_weights, norm_scale, down[0], eps)
+    streamable = residual.is_cuda and residual.dtype == torch.bfloat16 and 0 < count <= MAX_ROWS
+    if streamable and len(down) == 1 and isinstance(down[0], StreamedDown):
+        return stream_down(residual, y, y_weights, norm_scale, down[0], eps)
     plain = [w.unpack() if isinstance(w, StreamedDown) else w for w in down]
+    if runs_triton(residual):
+        written, normed = launch_norms(residual, y, y_weights, norm_scale, streams, eps)
+        return written, normed, *launch_activations(packed_product(normed, plain), rank, streams)
     return hc_down_reference(residual, y, y_weights, norm_scale, plain, rank, streams, eps)
 
 
@@ -176,7 +191,7 @@ def hc_down_repack(
     target = torch.device(device)
     reason = _why_not_streamed(down, streams, target)
     if reason is not None:
-        logger.info("hc_down stays with torch: %s", reason)
+        logger.info("hc_down is not repacked: %s", reason)
         return tuple(w.to(target) for w in down)
     if target.index is None:
         target = torch.device(target.type, torch.cuda.current_device())
@@ -310,15 +325,101 @@ def shared_bytes(plan: DownPlan, capacity: int) -> int:
     return -(-(weights + staged + sums) // 8) * 8 + WARPS * 16
 
 
-def _with_library(
-    residual: Tensor, y: Tensor | None, y_weights: Tensor | None, norm_scale: Tensor, down: StreamedDown, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    plan = down.plan
-    if y is not None and y_weights is not None:
-        residual = residual + (y.unsqueeze(-2) * y_weights.unsqueeze(-1)).flatten(-2)
-    normed = rms_norm(residual, norm_scale, eps, plan.streams)
-    projected = F.linear(normed, down.unpack().data) / plan.streams
-    return residual, normed, silu(projected[:, : plan.rank]), 2 * sigmoid(projected[:, plan.rank :])
+def launch_norms(
+    residual: Tensor, y: Tensor | None, y_weights: Tensor | None, norm_scale: Tensor, streams: int, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Queue the write and the norms: residual and n [T, S * D]. Without y the residual is the one given."""
+    count, width = residual.shape
+    d = width // streams
+    write = y is not None and y_weights is not None
+    residual = residual.contiguous()
+    written = torch.empty_like(residual) if write else residual
+    normed = torch.empty_like(residual)
+    _norms_kernel[count, streams](
+        residual,
+        y.contiguous() if y is not None and write else None,
+        y_weights.contiguous() if y_weights is not None and write else None,
+        norm_scale,
+        written,
+        normed,
+        d,
+        eps,
+        STREAMS=streams,
+        BLOCK=triton.next_power_of_2(d),
+        WRITE=write,
+        **dependent_launch(residual),
+    )
+    return written, normed
+
+
+def launch_activations(projected: Tensor, rank: int, streams: int) -> tuple[Tensor, Tensor]:
+    """Queue what follows the product: projected [T, rank (+ S)] to low [T, rank] and the next write weights."""
+    count, columns = projected.shape
+    low, weights = projected.new_empty((count, rank)), projected.new_empty((count, columns - rank))
+    block = 256
+    _activations_kernel[count, -(-columns // block)](
+        projected.contiguous(), low, weights, rank, columns, STREAMS=streams, BLOCK=block, **dependent_launch(projected)
+    )
+    return low, weights
+
+
+@triton.jit
+def _norms_kernel(
+    residual_ptr,
+    y_ptr,
+    y_weights_ptr,
+    scale_ptr,
+    written_ptr,
+    normed_ptr,
+    d,
+    eps,
+    STREAMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WRITE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # One program: one stream of one row.
+    start(PDL)
+    dtype: tl.constexpr = normed_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    stream = tl.program_id(1)
+    channel = tl.arange(0, BLOCK)
+    live = channel < d
+    at = (row * STREAMS + stream) * d + channel
+    residual = tl.load(residual_ptr + at, mask=live, other=0).to(tl.float32)
+    if WRITE:
+        y = tl.load(y_ptr + row * d + channel, mask=live, other=0).to(tl.float32)
+        weight = tl.load(y_weights_ptr + row * STREAMS + stream).to(tl.float32)
+        residual = (residual + (y * weight).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+        tl.store(written_ptr + at, residual.to(dtype), mask=live)
+    rms = tl.rsqrt(tl.sum(residual * residual, 0) / d + eps)
+    scale = tl.load(scale_ptr + stream * d + channel, mask=live, other=0)
+    tl.store(normed_ptr + at, (residual * rms * scale).to(dtype), mask=live)
+
+
+@triton.jit
+def _activations_kernel(
+    projected_ptr,
+    low_ptr,
+    weights_ptr,
+    rank,
+    columns,
+    STREAMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # One program: BLOCK columns of one row.
+    start(PDL)
+    dtype: tl.constexpr = projected_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(projected_ptr + row * columns + column, mask=column < columns, other=0).to(tl.float32)
+    value = (value / STREAMS).to(dtype).to(tl.float32)
+    grown = 1.0 + tl.exp(-value)
+    tl.store(low_ptr + row * rank + column, (value / grown).to(dtype), mask=column < rank)
+    weight = 2.0 * (1.0 / grown).to(dtype).to(tl.float32)
+    to_ptr = weights_ptr + row * (columns - rank) + column - rank
+    tl.store(to_ptr, weight.to(dtype), mask=(column >= rank) & (column < columns))
 
 
 def _why_not_streamed(down: Sequence[PackedWeight], streams: int, device: torch.device) -> str | None:

@@ -6,6 +6,7 @@ Source: transformers 5.24, Qwen4ExpTextGatedResidual.forward.
 
 On a GPU the bf16 matrix is repacked once, at load (`hc_mix_repack`), so that one block of `hc_mix.cu` holds the rows of
 the same channels of every stream and finishes them. Its sums depend on the shape alone, never on the number of rows.
+More rows than a decode step has, and matrices that are not repacked, go through a product and one kernel for the rest.
 """
 
 import logging
@@ -20,7 +21,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stepfloor.formats.codec import PackedWeight, quantize
-from stepfloor.kernels._jit import Launch, compile_cuda, default_cache_dir, device_arch, missing_for_cuda
+from stepfloor.kernels._jit import (
+    Launch,
+    compile_cuda,
+    default_cache_dir,
+    dependent_launch,
+    device_arch,
+    missing_for_cuda,
+    runs_triton,
+    start,
+    tl,
+    triton,
+)
+from stepfloor.kernels._product import packed_product
 from stepfloor.kernels._stream import (
     ROW_CAPACITIES,
     SHARED_LIMIT_OF_TWO,
@@ -37,7 +50,8 @@ from stepfloor.kernels._torch import product, sigmoid
 
 logger = logging.getLogger(__name__)
 
-MAX_ROWS = 64  # more rows are prefill: the library multiplies
+MAX_ROWS = 80  # more rows are prefill: the library multiplies
+BLOCK_CHANNELS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +129,12 @@ def hc_mix(low: Tensor, normed: Tensor, up: Sequence[PackedWeight | StreamedMix]
             f"hc_mix wants low [T, rank], normed [T, S * D], up [S * D, rank]; got low {tuple(low.shape)}, "
             f"normed {tuple(normed.shape)}, up {[w.shape for w in up]}, {streams} streams"
         )
-    if len(up) == 1 and isinstance(up[0], StreamedMix) and low.is_cuda and low.dtype == torch.bfloat16:
-        if 0 < low.shape[0] <= MAX_ROWS:
-            return stream_mix(low, normed, up[0])
-        gate = sigmoid(F.linear(low, up[0].unpack().data))
-        return (gate * normed).unflatten(-1, (streams, -1)).mean(-2)
+    streamable = low.is_cuda and low.dtype == torch.bfloat16 and 0 < low.shape[0] <= MAX_ROWS
+    if streamable and len(up) == 1 and isinstance(up[0], StreamedMix):
+        return stream_mix(low, normed, up[0])
     plain = [w.unpack() if isinstance(w, StreamedMix) else w for w in up]
+    if runs_triton(low):
+        return launch_gates(packed_product(low, plain), normed, streams)
     return hc_mix_reference(low, normed, plain, streams)
 
 
@@ -140,7 +154,7 @@ def hc_mix_repack(
     target = torch.device(device)
     reason = _why_not_streamed(up, streams, target)
     if reason is not None:
-        logger.info("hc_mix stays with torch: %s", reason)
+        logger.info("hc_mix is not repacked: %s", reason)
         return tuple(w.to(target) for w in up)
     if target.index is None:
         target = torch.device(target.type, torch.cuda.current_device())
@@ -194,6 +208,40 @@ def queue_mix(up: StreamedMix, low: Tensor, normed: Tensor, out: Tensor, depende
 def pack_arguments(tape: Tensor, low: Tensor, normed: Tensor, out: Tensor) -> bytes:
     """struct Arguments of `hc_mix.cu`."""
     return struct.pack("4Pi4x", tape.data_ptr(), low.data_ptr(), normed.data_ptr(), out.data_ptr(), low.shape[0])
+
+
+def launch_gates(logits: Tensor, normed: Tensor, streams: int) -> Tensor:
+    """Queue what follows the product: logits and normed [T, S * D], dtype of the model, to x [T, D]."""
+    count, width = normed.shape
+    d = width // streams
+    out = normed.new_empty((count, d))
+    _gates_kernel[count, -(-d // BLOCK_CHANNELS)](
+        logits.contiguous(),
+        normed.contiguous(),
+        out,
+        d,
+        STREAMS=streams,
+        BLOCK=BLOCK_CHANNELS,
+        **dependent_launch(normed),
+    )
+    return out
+
+
+@triton.jit
+def _gates_kernel(logits_ptr, normed_ptr, out_ptr, d, STREAMS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    # One program: BLOCK channels of one row.
+    start(PDL)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = channel < d
+    total = tl.full((BLOCK,), 0.0, tl.float32)
+    for stream in tl.static_range(STREAMS):
+        at = (row * STREAMS + stream) * d + channel
+        logit = tl.load(logits_ptr + at, mask=live, other=0).to(tl.float32)
+        gate = (1.0 / (1.0 + tl.exp(-logit))).to(dtype).to(tl.float32)
+        total += (gate * tl.load(normed_ptr + at, mask=live, other=0).to(tl.float32)).to(dtype).to(tl.float32)
+    tl.store(out_ptr + row * d + channel, (total / STREAMS).to(dtype), mask=live)
 
 
 @cache

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stepfloor.formats.codec import PackedWeight, quantize
-from stepfloor.kernels._jit import Launch, compile_cuda, default_cache_dir, device_arch, missing_for_cuda
+from stepfloor.kernels._jit import Launch, compile_cuda, default_cache_dir, device_arch, missing_for_cuda, runs_triton
+from stepfloor.kernels._product import packed_product
 from stepfloor.kernels._stream import (
     SHARED_LIMIT_OF_TWO,
     STEP_BYTES,
@@ -96,8 +97,9 @@ def linear(x: Tensor, weights: Sequence[PackedWeight | StreamedWeight]) -> Tenso
         raise ValueError(
             f"linear wants x [T, K] and weights [N, K]; got {tuple(x.shape)}, {[w.shape for w in weights]}"
         )
+    plain = packed_product if runs_triton(x) else linear_reference
     if not any(isinstance(w, StreamedWeight) for w in weights):
-        return linear_reference(x, [w for w in weights if isinstance(w, PackedWeight)])
+        return plain(x, [w for w in weights if isinstance(w, PackedWeight)])
     rows = x.reshape(-1, x.shape[-1])
     out = x.new_empty((rows.shape[0], sum(w.shape[0] for w in weights)))
     at = 0
@@ -105,7 +107,7 @@ def linear(x: Tensor, weights: Sequence[PackedWeight | StreamedWeight]) -> Tenso
         columns = out[:, at : at + w.shape[0]]
         at += w.shape[0]
         if not isinstance(w, StreamedWeight):
-            columns.copy_(linear_reference(rows, (w,)))
+            columns.copy_(plain(rows, (w,)))
         elif x.dtype != torch.bfloat16 or not x.is_cuda:
             columns.copy_(linear_reference(rows, (w.unpack(),)))
         elif rows.shape[0] > MAX_ROWS:
