@@ -1,6 +1,5 @@
 """What tests of products grouped by expert share: crowded choices, inputs on a device, new tensors full of NaN."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -39,14 +38,3 @@ def poison_new_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
         return made.fill_(torch.nan) if made.is_floating_point() else made
 
     monkeypatch.setattr(Tensor, "new_empty", poisoned)
-
-
-def rows_of(weight: PackedWeight, first: int, count: int) -> PackedWeight:
-    """Some experts of a stack."""
-    part = slice(first, first + count)
-    return replace(
-        weight,
-        data=weight.data[part],
-        scale=None if weight.scale is None else weight.scale[part],
-        scale_2=None if weight.scale_2 is None else weight.scale_2[part],
-    )

@@ -27,7 +27,7 @@ DECODE_ROWS = 80
 # Experts decoded to bf16 at once, 839 MB of gate and up: a slice of 8192 rows is then more than ten waves of programs,
 # and the last, unfilled wave costs little; all 512 at once would hold 3.4 GB for a few percent.
 EXPERTS_AT_ONCE = 128
-CHUNK = 256  # pairs that a decode program looks at together
+CHUNKS = (64, 256)  # pairs that a decode program looks at together; two kernels serve every number of rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ def most_tiles(pairs: int, experts: int, rows: int) -> int:
 
 def chunk_of(pairs: int) -> int:
     """Pairs that a decode program looks at together."""
-    return max(16, min(CHUNK, triton.next_power_of_2(pairs)))
+    return CHUNKS[0] if pairs <= CHUNKS[0] else CHUNKS[1]
 
 
 @triton.jit
