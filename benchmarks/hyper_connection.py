@@ -394,7 +394,7 @@ def library_pair(i: int, b: Buffers, down_store: Tensor, up_store: Tensor, scale
 
 
 def report(times: dict[int, dict[str, float]], bandwidth: float) -> dict[str, str]:
-    """The table a person reads; returns the bf16 form with the best geometric mean over row counts, for each operator."""
+    """The table a person reads; returns the bf16 form of each operator with the best geometric mean."""
     down_bytes, up_bytes = 2 * (RANK + STREAMS) * WIDTH + 4 * WIDTH, 2 * RANK * WIDTH
     weight_bytes = {"down": down_bytes, "mix": up_bytes, "pair": down_bytes + up_bytes}
     floors = {kind: count / bandwidth * 1e6 for kind, count in weight_bytes.items()}
