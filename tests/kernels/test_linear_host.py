@@ -88,8 +88,8 @@ FORMAT_CASES = [
 ]
 SPREAD_CASES = [
     *(
-        in_format(name, SPREAD, "spread", [TALL, Variant(2, True, 2, 2, 1, 1)], "bf16 nvfp4")
-        for name in ("bf16", "fp8_channel", "mxfp8", "nvfp4")
+        in_format(name, SPREAD, "spread", [TALL, Variant(2, True, 2, 2, together, 1)], "bf16 nvfp4")
+        for name, together in (("bf16", 4), ("fp8_channel", 2), ("mxfp8", 2), ("nvfp4", 1))
     ),
     in_format("mxfp8", PIECES, "pieces", [TALL, Variant(2, True, 1, 3, 1, 1)], "mxfp8"),
     in_format("bf16", replace(SPREAD, k=496), "two buffers", [TALL, TWO_BUFFERS, replace(TWO_BUFFERS, tiles=3)]),

@@ -408,23 +408,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) linear_kernel(cons
 // A block has the columns of one slice: it reads x once, and a fragment of x from shared memory feeds all weight rows that a
 // warp takes together, a decoded fragment of weights all rows of x. Warps go their own ways between two exchanges, one each
 // ROUND passes, where the blocks of a cluster add up the slices of a share of the values.
-constexpr int BLOCKS = GROUPS;      // of the plan: how the tape is cut
+constexpr int BLOCKS = GROUPS;          // of the plan: how the tape is cut
 constexpr int TOTAL = GROUPS * PASSES;  // passes of all weight rows; pass p of block b is number p * BLOCKS + b
 constexpr int SHARE = (TOTAL + CLUSTERS - 1) / CLUSTERS;
 constexpr int ROUND = WARPS * TOGETHER;
 constexpr int ROUNDS = (SHARE + ROUND - 1) / ROUND;
 constexpr int SPREAD_WIDTHS = TOGETHER * WIDTHS;
-constexpr int X_ITEMS = TILES * STEPS * 32;  // x as fragments: what one lane needs of a tile in a step is an item
-constexpr int X_BYTES = X_ITEMS * 32;
+constexpr int X_BYTES = TILES * STEPS * 1024;  // x as fragments: what a lane needs of a tile in a step is an item of 32
+constexpr int LANE_ITEMS = (TILES * STEPS + WARPS - 1) / WARPS;
+constexpr int X_BATCH = LANE_ITEMS <= 12 ? LANE_ITEMS : (LANE_ITEMS + 1) / 2;
 constexpr int SUMS_PITCH = WARPS * SPREAD_WIDTHS * 8 + 8;  // 8 modulo 32 floats: no bank conflict
 constexpr int SUMS_FLOATS = TILES * 16 * SUMS_PITCH;
 constexpr int STAGE_UNITS = STAGE_STEPS / UNIT_STEPS;
-constexpr int PASS_STAGES = STEPS / STAGE_STEPS;   // stages of a round
+constexpr int PASS_STAGES = STEPS / STAGE_STEPS;  // stages of a round
 constexpr int CHUNK_STAGES = CHUNK_STEPS / STAGE_STEPS;
 constexpr int SLOT_BYTES = STAGE_UNITS * unit_bytes(PASS_ROWS);  // of one pass
 constexpr int STAGE_BYTES = TOGETHER * SLOT_BYTES;
 constexpr int COPIES = (SLOT_BYTES / 16 + 31) / 32;  // of a lane
-constexpr int QUADS = ROUND * WIDTHS * 2;            // fours of weight rows of a round
+constexpr int QUADS = ROUND * WIDTHS * 2;          // fours of weight rows of a round
 static_assert(SPLIT == 1 && STACKS == 1 && SLICES == WARPS && !BLOCK_SCALES && TALL, "plan");
 static_assert(CHUNK_STEPS % STAGE_STEPS == 0 && STAGE_STEPS % UNIT_STEPS == 0 && STAGES >= 2, "plan");
 
@@ -494,14 +495,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) linear_kernel(cons
   launch_dependents();
   wait_for_predecessor();
   // Rows past the last one repeat it: they spoil sums that nobody stores. An item is the operands of its two matrix steps.
-#pragma unroll 4
-  for (int e = threadIdx.x; e < X_ITEMS; e += THREADS) {
-    const int row = e / (STEPS * 32) * 16 + g, column = (rank * STEPS + e / 32 % STEPS) * 32 + t * 8;
-    Fragment<true> x;
-    load_fragment(x, a.x + min(row, a.rows - 1) * a.x_stride, a.x + min(row + 8, a.rows - 1) * a.x_stride, column);
-    const u32 to = x_items + e / 32 * 1024 + lane * 16;
-    store_shared(to, Words{x.top.x, x.bottom.x, x.top.y, x.bottom.y});
-    store_shared(to + 512, Words{x.top.z, x.bottom.z, x.top.w, x.bottom.w});
+#pragma unroll
+  for (int done = 0; done < LANE_ITEMS; done += X_BATCH) {
+    Fragment<true> x[X_BATCH];  // all loads before the first store
+#pragma unroll
+    for (int i = 0; i < X_BATCH; i++) {
+      const int item = min(warp + WARPS * (done + i), TILES * STEPS - 1), row = item / STEPS * 16 + g;
+      const int column = (rank * STEPS + item % STEPS) * 32 + t * 8;
+      load_fragment(x[i], a.x + min(row, a.rows - 1) * a.x_stride, a.x + min(row + 8, a.rows - 1) * a.x_stride, column);
+    }
+#pragma unroll
+    for (int i = 0; i < X_BATCH; i++) {
+      const int item = warp + WARPS * (done + i);
+      if (item >= TILES * STEPS) break;
+      const u32 to = x_items + item * 1024 + lane * 16;
+      store_shared(to, Words{x[i].top.x, x[i].bottom.x, x[i].top.y, x[i].bottom.y});
+      store_shared(to + 512, Words{x[i].top.z, x[i].bottom.z, x[i].top.w, x[i].bottom.w});
+    }
   }
   __syncthreads();
 

@@ -178,8 +178,8 @@ def plan_stream(
     total = -(-k // (STEP_COLUMNS * unit))  # units
 
     def suits(slices: int) -> bool:
-        # a slice of fewer than 5 steps is mostly latency: then warps share rows instead. Two steps a unit: equal
-        # slices may be up to a third of padding.
+        # a slice of fewer than 5 steps is mostly latency: then warps share rows instead. With two steps a unit, equal
+        # slices may need padding: a twentieth at most.
         shares = slices * split
         return total * unit >= 5 * shares and (unit == 1 or total % shares == 0 or total >= 20 * shares)
 
