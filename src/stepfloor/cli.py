@@ -210,6 +210,109 @@ def convert_random(
     write_with_progress(plan, dst, seed=seed, jobs=jobs)
 
 
+Source = Annotated[str, typer.Argument(help="A checkpoint directory, or an id that is in the Hugging Face cache.")]
+Result = Annotated[
+    str, typer.Argument(help="owner/name for the Hugging Face cache, or a path that begins with ./ or /.")
+]
+Leave = Annotated[str, typer.Option(help="Groups that stay as they are: gdn,qsa,hc,shared,head,experts,input.")]
+StockVllm = Annotated[
+    bool,
+    typer.Option("--stock-vllm", help="Leave hc, head and qsa, which stock vLLM 0.33 reads as bf16 only."),
+]
+Jobs = Annotated[int | None, typer.Option(min=1, help="Threads; all cores without it, at most 16.")]
+
+
+@convert.command("fp8-dense")
+def convert_fp8_dense(
+    src: Source,
+    dst: Result,
+    leave: Leave = "",
+    stock_vllm: StockVllm = False,
+    jobs: Jobs = None,
+    revision: Revision = None,
+) -> None:
+    """Dense matrices and the head in FP8, one scale an output row: a step reads 4.2 GB less."""
+    _convert("fp8-dense", src, dst, leave, stock_vllm, jobs, revision)
+
+
+@convert.command("mtp-fp8")
+def convert_mtp_fp8(
+    src: Source,
+    dst: Result,
+    leave: Leave = "",
+    stock_vllm: StockVllm = False,
+    jobs: Jobs = None,
+    revision: Revision = None,
+) -> None:
+    """The drafter in FP8: experts in blocks of 128, dense matrices one scale a row. The text stays what it is."""
+    _convert("mtp-fp8", src, dst, leave, stock_vllm, jobs, revision)
+
+
+@convert.command("head-mxfp8")
+def convert_head_mxfp8(src: Source, dst: Result, jobs: Jobs = None, revision: Revision = None) -> None:
+    """The head in MXFP8, which target and drafter read once a pass."""
+    _convert("head-mxfp8", src, dst, "", False, jobs, revision)
+
+
+@convert.command("draft-head-nvfp4")
+def convert_draft_head_nvfp4(src: Source, dst: Result, jobs: Jobs = None, revision: Revision = None) -> None:
+    """A head in NVFP4 for the drafter alone (mtp.lm_head); the text stays what it is."""
+    _convert("draft-head-nvfp4", src, dst, "", False, jobs, revision)
+
+
+@convert.command("ple-nvfp4")
+def convert_ple_nvfp4(src: Source, dst: Result, jobs: Jobs = None, revision: Revision = None) -> None:
+    """The n-gram table in NVFP4 rows of 90 bytes: 26.8 GiB in place of 47.7."""
+    _convert("ple-nvfp4", src, dst, "", False, jobs, revision)
+
+
+@convert.command("verify")
+def convert_verify(
+    dst: Annotated[str, typer.Argument(help="A converted checkpoint: a directory, or an id in the cache.")],
+    source: Annotated[
+        str | None, typer.Option(help="What it was made from; without it, looked for in the Hugging Face cache.")
+    ] = None,
+    jobs: Jobs = None,
+    revision: Revision = None,
+) -> None:
+    """Compare a converted checkpoint with its source byte by byte, and measure its errors; 1 on any finding."""
+    from stepfloor.tools.requantize.verify import source_in_cache, verify_with_progress
+    from stepfloor.weights.checkpoint import open_checkpoint
+
+    directory = _local(dst, revision)
+    origin = _local(source, None) if source is not None else source_in_cache(directory, _hub().cache)
+    if not verify_with_progress(directory, None if origin is None else open_checkpoint(origin), jobs):
+        raise typer.Exit(1)
+
+
+def _convert(
+    kind: str, src: str, dst: str, leave: str, stock_vllm: bool, jobs: int | None, revision: str | None
+) -> None:
+    """Plan a conversion of what is on this disk, carry it out, and say what a reader may stumble over."""
+    from stepfloor.tools.requantize.convert import convert_with_progress, destination
+    from stepfloor.weights.checkpoint import open_checkpoint
+    from stepfloor.weights.conversions import STOCK_VLLM_LEAVES, plan_conversion
+
+    groups = [group for group in leave.split(",") if group]
+    if stock_vllm:
+        groups += [group for group in STOCK_VLLM_LEAVES if group not in groups]
+    plan = plan_conversion(open_checkpoint(_local(src, revision)), kind, groups)
+    convert_with_progress(plan, destination(dst, _hub().cache, plan), jobs)
+    for note in plan.notes:
+        print(f"note: {note}")
+
+
+def _local(model: str, revision: str | None) -> Path:
+    """The directory of a model that is on this disk. Raises UserError for one that would have to be fetched."""
+    from stepfloor.weights.sources import find_local
+
+    hub = _hub()
+    directory = find_local(model, hub, revision=revision)
+    if directory is None:
+        raise UserError(f"{model} is not whole in {hub.cache}; fetch it first (`hf download {model}`), or pass a path")
+    return directory
+
+
 def _shipped() -> str:
     """The small model inside the package."""
     return str(Path(__file__).parent / "shipped")
