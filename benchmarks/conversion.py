@@ -2,6 +2,7 @@
 
     python3 -m benchmarks.conversion make DIRECTORY            a generated checkpoint of 12 GB with the real names
     python3 -m benchmarks.conversion run SOURCE WORK [KIND]    copy, convert, convert, copy; kill; verify
+    python3 -m benchmarks.conversion kill SOURCE WORK KIND SECONDS    the kills alone, after a run
 
 Source and work should lie on one disk. Files are dropped from the page cache before each leg, where the system allows.
 """
@@ -29,6 +30,10 @@ def main(arguments: list[str]) -> None:
     if arguments[0] == "make":
         command = [sys.executable, "-m", "stepfloor", "convert", "random", arguments[1], *MAKE, "--jobs", "2"]
         subprocess.run(command, check=True)
+    elif arguments[0] == "kill":
+        source, work, kind = Path(arguments[1]), Path(arguments[2]), arguments[3]
+        killed(source, work / "killed", kind, float(arguments[4]))
+        print("same bytes" if digest(work / "killed") == digest(work / "converted0") else "other bytes")
     elif arguments[0] == "leg":
         leg(arguments[1], Path(arguments[2]), Path(arguments[3]), arguments[4])
     else:
@@ -141,8 +146,8 @@ def killed(source: Path, final: Path, kind: str, seconds: float) -> list[float]:
             if process.stdout is None:
                 raise RuntimeError("no pipe")
             process.stdout.readline()
-            # shares of what is left: later runs have less to do
-            moments.append(draw.uniform(0, seconds / 4))
+            # a resumed run has less to do, so the ten together come to about one whole run
+            moments.append(draw.uniform(0, seconds / 6))
             time.sleep(moments[-1])
             process.send_signal(signal.SIGKILL)
             process.wait()
@@ -151,6 +156,8 @@ def killed(source: Path, final: Path, kind: str, seconds: float) -> list[float]:
         journal = final.with_name(f".{final.name}.journal")
         lines = len(journal.read_text(encoding="utf-8").splitlines()) - 1 if journal.exists() else 0
         print(f"killed after {moments[-1]:.1f} s: result {'there' if final.exists() else 'absent'}, journal of {lines}")
+        if final.exists():  # it was quicker than we were; the next kill has to find work
+            shutil.rmtree(final)
     child("convert", source, final, kind)
     return moments
 

@@ -231,7 +231,7 @@ def convert_fp8_dense(
     jobs: Jobs = None,
     revision: Revision = None,
 ) -> None:
-    """Dense matrices and the head in FP8, one scale an output row: a step reads 4.2 GB less."""
+    """Dense matrices and the head in FP8, one scale an output row: a step of three drafts reads 6.1 GB less."""
     _convert("fp8-dense", src, dst, leave, stock_vllm, jobs, revision)
 
 

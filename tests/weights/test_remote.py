@@ -78,7 +78,6 @@ def test_headers_are_all_that_is_fetched(hub: tuple[Server, Hub], monkeypatch: p
         headers += max(8 + int.from_bytes(path.read_bytes()[:8], "little"), 4096)
     documents = sum(p.stat().st_size for p in server.directory.glob("*.json"))
     assert server.sent <= headers + documents
-    # the tiny model is nearly all header; the released one is 126 GB behind 40 MB
 
 
 def test_a_file_cut_on_the_hub_is_seen(hub: tuple[Server, Hub]) -> None:
