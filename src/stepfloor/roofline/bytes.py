@@ -17,7 +17,7 @@ INT64_BYTES = 8
 _CHOICE_BYTES = INT64_BYTES + BF16_BYTES  # an expert's id and its weight
 
 
-def distinct_experts(tokens: int, num_experts: int, topk: int) -> float:
+def distinct_experts(tokens: float, num_experts: int, topk: int) -> float:
     """Expected number of experts that `tokens` independent, uniform choices of `topk` touch: E(1 - ((E-k)/E)^n).
 
     Real routing of neighbouring tokens overlaps more, so this is the pessimistic count; 4 tokens of the released
