@@ -97,23 +97,28 @@ class Engine:
             num_pages(config),
             config.block_size,
             config.spec_tokens,
-            config.max_num_batched_tokens,
+            config.chunk_tokens,
             config.max_model_len,
+            config.max_num_queued_reqs,
+            self.vocab_size,
         )
         special = () if tokenizer is None else tokenizer.special_ids
         self.stream = Stream(None if tokenizer is None else tokenizer.token_bytes, special)
         self.counters = Counters([0] * config.spec_tokens, [0] * config.spec_tokens)
         self.under_way: tuple[Batch, StepOutput] | None = None
         self.pieces: deque[Piece] = deque()  # made and not taken yet
+        self.joined: tuple[str, ...] = ()  # requests that got a slot in the step queued last
+        self.steps = 0  # queued so far
+        self.delivered_steps = 0  # whose ids were read
 
     def submit(self, request: Request) -> None:
         """Queue a request; a refused one leaves nothing behind.
 
         Raises UserError for bad sampling values, foreign token ids, a prompt too long, stop strings that cannot be
-        found and a request id in use.
+        found and a request id in use; QueueFullError, which is one, if too many wait.
         """
         request.sampling.check(self.vocab_size)
-        for token in request.token_ids:
+        for token in (min(request.token_ids, default=0), max(request.token_ids, default=0)):
             if not 0 <= token < self.vocab_size:
                 raise UserError(f"token ids must be 0 to {self.vocab_size - 1}; the prompt holds {token}")
         if request.sampling.seed is None:
@@ -139,19 +144,34 @@ class Engine:
         while True:
             while self.pieces:
                 yield self.pieces.popleft()
-            if self.under_way is None and not self.scheduler.has_work():
+            if not self.has_work():
                 return
-            batch = self.scheduler.next_batch()
-            current = (batch, self.step.run(batch)) if batch != Batch() else None
-            previous, self.under_way = self.under_way, current
-            if previous is not None:
-                self._deliver(*previous)
+            self.advance()
+
+    def has_work(self) -> bool:
+        """Whether a step is under way or should run."""
+        return self.under_way is not None or self.scheduler.has_work()
+
+    def advance(self) -> None:
+        """Queue the next step, if there is one, and turn what the last one emitted into `pieces`."""
+        batch = self.scheduler.next_batch()
+        self.joined = tuple(self.scheduler.running[join.slot].request.request_id for join in batch.joins)
+        current = None
+        if batch != Batch():
+            self.steps += 1
+            current = (batch, self.step.run(batch))
+        previous, self.under_way = self.under_way, current
+        if previous is not None:
+            self._deliver(*previous)
 
     def _deliver(self, batch: Batch, output: StepOutput) -> None:
         """Turn what a step emitted into pieces, and end the sequences that are done."""
         emitted = output.wait()
+        self.delivered_steps += 1
         for delivery in self.scheduler.commit(batch, emitted):
-            piece = self.stream.push(delivery.request_id, delivery.token_ids, delivery.finish_reason)
+            piece = self.stream.push(delivery.request_id, delivery.token_ids, delivery.finish_reason, delivery.stop_id)
+            if piece.finish_reason == "error":
+                piece = replace(piece, error=_fault(emitted[delivery.slot], self.delivered_steps))
             if delivery.slot in batch.decodes:
                 # a stop string may end the text before the last token that the scheduler let through
                 cut = len(piece.token_ids) < len(delivery.token_ids)
@@ -161,3 +181,9 @@ class Engine:
                 self.scheduler.end(delivery.request_id)  # a stop string ends what the scheduler would go on with
             if piece.token_ids or piece.finish_reason is not None:
                 self.pieces.append(piece)
+
+
+def _fault(emitted: list[int], step: int) -> str:
+    """What is wrong with the ids of a request that ended in an error."""
+    what = "the logits were not finite" if min(emitted) < 0 else f"the sampler gave ids {emitted}, not all of tokens"
+    return f"step {step}: {what}; the request is over, others go on"
