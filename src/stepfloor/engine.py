@@ -4,6 +4,8 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,8 +14,10 @@ from stepfloor.config import EngineConfig
 from stepfloor.errors import UserError
 from stepfloor.model.load import is_small, load_model
 from stepfloor.request import Batch, Piece, Request
+from stepfloor.roofline.floor import Floor, checkpoint_step_bytes
 from stepfloor.sampler.sampler import Sampler
 from stepfloor.scheduler.scheduler import Scheduler
+from stepfloor.step.bandwidth import read_bandwidth_gbps
 from stepfloor.step.step import Step, StepOutput
 from stepfloor.stream.stream import Stream
 from stepfloor.tokenizer.tokenizer import Tokenizer
@@ -83,6 +87,7 @@ class Engine:
         model_config = checkpoint.config
         config.check(model_config)
         self.config = config
+        self.checkpoint = checkpoint
         self.vocab_size = model_config.vocab_size
         self.tokenizer = tokenizer
         if config.device == "cpu" and is_small(checkpoint):
@@ -110,6 +115,7 @@ class Engine:
         self.joined: tuple[str, ...] = ()  # requests that got a slot in the step queued last
         self.steps = 0  # queued so far
         self.delivered_steps = 0  # whose ids were read
+        self._profile: torch.profiler.profile | None = None
 
     def submit(self, request: Request) -> None:
         """Queue a request; a refused one leaves nothing behind.
@@ -129,6 +135,10 @@ class Engine:
         except UserError:
             self.stream.close(request.request_id)
             raise
+
+    def check_room(self, requests: int) -> None:
+        """Raise QueueFullError unless this many requests more would be taken."""
+        self.scheduler.check_room(requests)
 
     def cancel(self, request_id: str) -> None:
         """Stop a request; nothing more of it is delivered."""
@@ -163,6 +173,68 @@ class Engine:
         previous, self.under_way = self.under_way, current
         if previous is not None:
             self._deliver(*previous)
+
+    def stats(self) -> dict[str, Any]:
+        """What a monitor wants to know, as plain values.
+
+        steps queued; requests running and waiting; kv_cache_usage, the share of pages in use; of all decode steps so
+        far: decode_steps, delivered, and drafted and accepted per position
+        """
+        scheduler, counters = self.scheduler, self.counters
+        pages = scheduler.allocator.num_pages - 1
+        return {
+            "steps": self.steps,
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
+            "kv_cache_usage": 1 - scheduler.allocator.num_free / pages,
+            "decode_steps": counters.decode_steps,
+            "delivered": counters.delivered,
+            "drafted": counters.drafted,
+            "accepted": counters.accepted,
+        }
+
+    def reset_counters(self) -> None:
+        """Begin to count anew, after a warm-up."""
+        self.counters = Counters([0] * self.config.spec_tokens, [0] * self.config.spec_tokens)
+        self.steps = self.delivered_steps = 0
+
+    def report(self) -> dict[str, Any]:
+        """What was loaded and what it takes: bytes of weights, pages and slots, the floor of a step, backends."""
+        config, cache = self.config, self.step.cache
+        paged = [*cache.keys, *cache.values, *cache.block_keys]
+        slots = [*cache.raw_keys, *cache.state, *cache.raw_rows, *cache.gate_rows, cache.ngram_rows, cache.page_table]
+        bandwidth = read_bandwidth_gbps(config.device)
+        step = checkpoint_step_bytes(self.checkpoint.config, self.checkpoint.weights, 1, config.spec_tokens)
+        return {
+            "device": config.device,
+            "weight_bytes": self.checkpoint.num_bytes,
+            "page_bytes": sum(t.nbytes for t in paged),
+            "slot_bytes": sum(t.nbytes for t in slots),
+            "pages": self.scheduler.allocator.num_pages - 1,
+            "block_size": config.block_size,
+            "step_bytes": step.total,
+            "bandwidth_gbps": bandwidth,
+            "floor_ms": Floor(step, bandwidth).step_us / 1e3,
+            "backends": {"every operator": "reference (PyTorch)"} if config.device == "cpu" else {},
+        }
+
+    def start_profile(self) -> None:
+        """Record every operator from the next step on. Raises UserError if a profile is being recorded."""
+        if self._profile is not None:
+            raise UserError("a profile is being recorded; stop it first")
+        self._profile = torch.profiler.profile()
+        self._profile.__enter__()
+
+    def stop_profile(self, directory: Path) -> Path:
+        """End the recording and write it as a Chrome trace; returns the file. Raises UserError if there is none."""
+        profile, self._profile = self._profile, None
+        if profile is None:
+            raise UserError("no profile is being recorded; start one first")
+        profile.__exit__(None, None, None)
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / f"stepfloor-step-{self.steps}.pt.trace.json"
+        profile.export_chrome_trace(str(path))
+        return path
 
     def _deliver(self, batch: Batch, output: StepOutput) -> None:
         """Turn what a step emitted into pieces, and end the sequences that are done."""
