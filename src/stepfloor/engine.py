@@ -15,6 +15,7 @@ from stepfloor.errors import UserError
 from stepfloor.model.load import is_small, load_model
 from stepfloor.request import Batch, Piece, Request
 from stepfloor.roofline.floor import Floor, checkpoint_step_bytes
+from stepfloor.sampler.grammar import Constraint, GrammarCompiler
 from stepfloor.sampler.sampler import Sampler
 from stepfloor.scheduler.scheduler import Scheduler
 from stepfloor.step.bandwidth import read_bandwidth_gbps
@@ -109,6 +110,12 @@ class Engine:
         )
         special = () if tokenizer is None else tokenizer.special_ids
         self.stream = Stream(None if tokenizer is None else tokenizer.token_bytes, special)
+        self.constraints: dict[str, Constraint] = {}  # of requests that wait for each result
+        self.grammars = (
+            None
+            if tokenizer is None
+            else GrammarCompiler(tokenizer.token_bytes, self.vocab_size, tuple(tokenizer.special_ids))
+        )
         self.counters = Counters([0] * config.spec_tokens, [0] * config.spec_tokens)
         self.under_way: tuple[Batch, StepOutput] | None = None
         self.pieces: deque[Piece] = deque()  # made and not taken yet
@@ -124,6 +131,8 @@ class Engine:
         found and a request id in use; QueueFullError, which is one, if too many wait.
         """
         request.sampling.check(self.vocab_size)
+        if request.logprobs is not None and not 0 <= request.logprobs <= self.vocab_size:
+            raise UserError(f"logprobs must be 0 to {self.vocab_size}; got {request.logprobs}")
         for token in (min(request.token_ids, default=0), max(request.token_ids, default=0)):
             if not 0 <= token < self.vocab_size:
                 raise UserError(f"token ids must be 0 to {self.vocab_size - 1}; the prompt holds {token}")
@@ -131,10 +140,24 @@ class Engine:
             request = replace(request, sampling=replace(request.sampling, seed=secrets.randbits(63)))
         self.stream.open(request)
         try:
+            if request.waits:
+                self.constraints[request.request_id] = self._constraint(request)
             self.scheduler.submit(request)
         except UserError:
             self.stream.close(request.request_id)
+            self.constraints.pop(request.request_id, None)
             raise
+
+    def compile_grammar(self, request: Request) -> Any | None:
+        """Compile the grammar of a request, if it has one, so that submit finds it done; any thread may call this.
+
+        Raises UserError for a broken grammar.
+        """
+        if request.grammar is None:
+            return None
+        if self.grammars is None:
+            raise UserError("a grammar needs a tokenizer and this checkpoint has none")
+        return self.grammars.compile(request.grammar, request.stop_token_ids)
 
     def check_room(self, requests: int) -> None:
         """Raise QueueFullError unless this many requests more would be taken."""
@@ -144,6 +167,7 @@ class Engine:
         """Stop a request; nothing more of it is delivered."""
         self.scheduler.end(request_id)
         self.stream.close(request_id)
+        self.constraints.pop(request_id, None)
         self.pieces = deque(piece for piece in self.pieces if piece.request_id != request_id)
 
     def run(self) -> Iterator[Piece]:
@@ -169,10 +193,26 @@ class Engine:
         current = None
         if batch != Batch():
             self.steps += 1
-            current = (batch, self.step.run(batch))
+            current = (batch, self.step.run(batch, self._masks(batch)))
         previous, self.under_way = self.under_way, current
         if previous is not None:
             self._deliver(*previous)
+
+    def _constraint(self, request: Request) -> Constraint:
+        token_bytes = None if self.tokenizer is None else self.tokenizer.token_bytes
+        return Constraint(request, self.compile_grammar(request), token_bytes, self.vocab_size)
+
+    def _masks(self, batch: Batch) -> dict[int, torch.Tensor]:
+        """Masks of the slots in this batch that have some."""
+        if not self.constraints:
+            return {}
+        masks: dict[int, torch.Tensor] = {}
+        for slot, _ in batch.owners:
+            constraint = self.constraints.get(self.scheduler.running[slot].request.request_id)
+            if constraint is not None:
+                rows = self.config.spec_tokens + 1 if slot in batch.decodes else 1
+                masks[slot] = torch.from_numpy(constraint.masks(rows))
+        return masks
 
     def stats(self) -> dict[str, Any]:
         """What a monitor wants to know, as plain values.
@@ -239,9 +279,15 @@ class Engine:
     def _deliver(self, batch: Batch, output: StepOutput) -> None:
         """Turn what a step emitted into pieces, and end the sequences that are done."""
         emitted = output.wait()
+        drafts, logprobs = output.wait_drafts(), output.wait_logprobs()
         self.delivered_steps += 1
         for delivery in self.scheduler.commit(batch, emitted):
             piece = self.stream.push(delivery.request_id, delivery.token_ids, delivery.finish_reason, delivery.stop_id)
+            if delivery.slot in logprobs:
+                piece = replace(piece, logprobs=tuple(logprobs[delivery.slot][: len(piece.token_ids)]))
+            if (constraint := self.constraints.get(delivery.request_id)) is not None:
+                constraint.advance(delivery.token_ids)
+                constraint.drafts = drafts.get(delivery.slot, ())
             if piece.finish_reason == "error":
                 piece = replace(piece, error=_fault(emitted[delivery.slot], self.delivered_steps))
             if delivery.slot in batch.decodes:
@@ -250,6 +296,7 @@ class Engine:
                 consumed = len(piece.token_ids) if cut else delivery.consumed
                 self.counters.count(len(emitted[delivery.slot]) - 1, consumed)
             if piece.finish_reason is not None:
+                self.constraints.pop(delivery.request_id, None)
                 self.scheduler.end(delivery.request_id)  # a stop string ends what the scheduler would go on with
             if piece.token_ids or piece.finish_reason is not None:
                 self.pieces.append(piece)

@@ -172,6 +172,7 @@ class Batch:
     chunks   prompt chunks, run one after another before the decode rows
     decodes  slots whose newest tokens are verified, spec_tokens + 1 rows each
     owners   (slot, serial number of its sequence) of every slot that this step will give tokens
+    logprobs  (slot, how many of the best) of those whose tokens' log-probabilities are wanted
     """
 
     leaves: tuple[int, ...] = ()
@@ -179,6 +180,7 @@ class Batch:
     chunks: tuple[Chunk, ...] = ()
     decodes: tuple[int, ...] = ()
     owners: tuple[tuple[int, int], ...] = ()
+    logprobs: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,9 +141,11 @@ class Scheduler:
                 continue  # the steps under way are sure to end it
             sequence.in_flight += 1
             owners.append((sequence.slot, sequence.serial))
+        wanted = ((slot, self.running[slot].request.logprobs) for slot, _ in owners)
+        logprobs = tuple((slot, count) for slot, count in wanted if count is not None)
         leaves = tuple(self.left)
         self.left.clear()
-        return Batch(leaves, tuple(joins), tuple(chunks), tuple(decodes), tuple(owners))
+        return Batch(leaves, tuple(joins), tuple(chunks), tuple(decodes), tuple(owners), logprobs)
 
     def commit(self, batch: Batch, emitted: Mapping[int, Sequence[int]]) -> list[Delivery]:
         """Take the results of a step, slot -> ids; stop ids and limits are applied here, token by token."""

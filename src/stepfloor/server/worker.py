@@ -12,7 +12,9 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from stepfloor.engine import Engine
 from stepfloor.errors import QueueFullError, UserError
@@ -24,6 +26,7 @@ from stepfloor.weights.checkpoint import open_checkpoint
 log = logging.getLogger(__name__)
 
 STATS_EVERY_S = 0.1
+COMPILING_POLL_S = 0.002
 WARM_UP_TOKENS = 8
 
 
@@ -134,6 +137,9 @@ class Worker:
         self.open: set[str] = set()
         self.deadlines: list[tuple[float, float, str]] = []  # (when, length in s, request)
         self.next_stats = 0.0
+        # one thread: a grammar that is slow to compile delays other grammars and no step
+        self.compilers = ThreadPoolExecutor(1, "grammar")
+        self.compiling: dict[str, tuple[Future[Any], list[Request], float | None]] = {}
 
     def run(self) -> None:
         """Serve until the other side closes; raises ConnectionError then."""
@@ -144,8 +150,10 @@ class Worker:
         """Take what has come, run one step, send what it gave; waits only where there is nothing to run."""
         busy = self.engine.has_work()
         wait = None if not self.deadlines else max(0.0, self.deadlines[0][0] - self.clock())
+        wait = COMPILING_POLL_S if self.compiling else wait
         for message, ids in self.link.receive(0 if busy else wait):
             self._take(message, ids)
+        self._take_compiled()
         self._expire()
         if self.engine.has_work():
             self.engine.advance()
@@ -155,9 +163,10 @@ class Worker:
     def _take(self, message: Message, ids: Sequence[int]) -> None:
         kind = message["type"]
         if kind == "submit":
-            self._submit(decode_submit(message, ids), message["deadline_s"])
+            self._prepare(decode_submit(message, ids), message["deadline_s"])
         elif kind == "cancel":
             for request_id in message["ids"]:
+                self.compiling.pop(request_id, None)
                 if request_id in self.open:
                     log.info("%s: cancelled by client, step %d", request_id, self.engine.steps)
                     self._end(request_id)
@@ -165,6 +174,24 @@ class Worker:
             self._profile(message)
         else:
             raise RuntimeError(f"a message of unknown type {kind!r}")
+
+    def _prepare(self, requests: list[Request], deadline_s: float | None) -> None:
+        """Submit, but for a grammar only when it is compiled: that takes as long as many steps, in another thread."""
+        first = requests[0]
+        if first.grammar is None:
+            self._submit(requests, deadline_s)
+        else:
+            future = self.compilers.submit(self.engine.compile_grammar, first)
+            self.compiling[first.request_id] = (future, requests, deadline_s)
+
+    def _take_compiled(self) -> None:
+        done = [key for key, (future, _, _) in self.compiling.items() if future.done()]
+        for key in done:
+            future, requests, deadline_s = self.compiling.pop(key)
+            # a broken grammar is refused where it is submitted: the compiler says the same again
+            if (error := future.exception()) is not None and not isinstance(error, UserError):
+                raise error
+            self._submit(requests, deadline_s)
 
     def _submit(self, requests: list[Request], deadline_s: float | None) -> None:
         ids = [request.request_id for request in requests]

@@ -4,8 +4,9 @@ Everything a step needs to know about a sequence is on the device, by slot; the 
 joins and reads the emitted ids. A prompt's last chunk ends like a step whose rows were all accepted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -13,19 +14,25 @@ from torch import Tensor
 from stepfloor.cache.tensors import Rows, allocate
 from stepfloor.config import EngineConfig
 from stepfloor.model.model import Model
-from stepfloor.request import Batch, Chunk, Join
+from stepfloor.request import Batch, Chunk, Join, TokenLogprob
 from stepfloor.sampler.sampler import Sampler
+
+NO_MASKS: Mapping[int, Tensor] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """Ids that a step emitted, still on the device; wait() brings them to the host.
 
-    parts  (slots, emitted [B, R] int64, accepted [B] int64): row b holds accepted[b] drafts and one more id, which
-           is -1 where the logits were not finite; what stands behind that is no token
+    parts     (slots, emitted [B, R] int64, accepted [B] int64): row b holds accepted[b] drafts and one more id, which
+              is -1 where the logits were not finite; what stands behind that is no token
+    drafts    (slots, drafts [B, k] int64) proposed after what was emitted, for slots whose next mask depends on them
+    logprobs  (slot, of each emitted token [R], best values [R, n], best ids [R, n]), where the batch asked for them
     """
 
     parts: tuple[tuple[tuple[int, ...], Tensor, Tensor], ...]
+    drafts: tuple[tuple[tuple[int, ...], Tensor], ...] = ()
+    logprobs: tuple[tuple[int, Tensor, Tensor, Tensor], ...] = ()
 
     def wait(self) -> dict[int, list[int]]:
         """Emitted ids by slot, at least one each."""
@@ -33,6 +40,18 @@ class StepOutput:
         for slots, emitted, accepted in self.parts:
             for slot, ids, count in zip(slots, emitted.tolist(), accepted.tolist(), strict=True):
                 result[slot] = ids[: count + 1]
+        return result
+
+    def wait_drafts(self) -> dict[int, list[int]]:
+        """Drafts by slot."""
+        return {s: row for slots, drafts in self.drafts for s, row in zip(slots, drafts.tolist(), strict=True)}
+
+    def wait_logprobs(self) -> dict[int, list[TokenLogprob]]:
+        """Log-probabilities by slot, one for each row; those behind the last emitted token mean nothing."""
+        result: dict[int, list[TokenLogprob]] = {}
+        for slot, chosen, values, ids in self.logprobs:
+            best = (tuple(zip(i, v, strict=True)) for i, v in zip(ids.tolist(), values.tolist(), strict=True))
+            result[slot] = [TokenLogprob(own, top) for own, top in zip(chosen.tolist(), best, strict=True)]
         return result
 
 
@@ -63,10 +82,20 @@ class Step:
         self.rejected = integers(slots)
         self.history = integers(slots, model.config.ngram_size - 1)
         self.log_q: Tensor | None = None
+        self._masks: Mapping[int, Tensor] = NO_MASKS
+        self._wanted: dict[int, int] = {}
+        self._logprobs: list[tuple[int, Tensor, Tensor, Tensor]] = []
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> StepOutput:
-        """Queue one step. The ids arrive with StepOutput.wait()."""
+    def run(self, batch: Batch, masks: Mapping[int, Tensor] = NO_MASKS) -> StepOutput:
+        """Queue one step. The ids arrive with StepOutput.wait().
+
+        masks  by slot, int32 [rows, ceil(V / 32)] on the host: bit i of word w of row j is set if row j may give token
+               32 w + i. A slot that has one runs this step only after its last result was read, because row j's mask
+               depends on the drafts before it; its output says which drafts come next.
+        """
+        self._masks, self._wanted = masks, dict(batch.logprobs)
+        self._logprobs.clear()
         for slot in batch.leaves:
             # the steps that still ran for it were queued before, so its settings may change now
             self.sampler.release(slot)
@@ -78,8 +107,10 @@ class Step:
             if token is not None:
                 parts.append(((chunk.slot,), token[:, None], torch.zeros_like(token)))
         if batch.decodes:
-            parts.append((batch.decodes, *self._decode(self._tensor(batch.decodes))))
-        return StepOutput(tuple(parts))
+            parts.append((batch.decodes, *self._decode(self._tensor(batch.decodes), batch.decodes)))
+        masked = tuple(slot for slot, _ in batch.owners if slot in masks)
+        drafts = ((masked, self.drafts[self._tensor(masked)]),) if masked else ()
+        return StepOutput(tuple(parts), drafts, tuple(self._logprobs))
 
     def _join(self, join: Join) -> None:
         slot = join.slot
@@ -105,7 +136,9 @@ class Step:
             following = self._tensor((chunk.following,))
         else:
             self.length[slots] = first + tokens.shape[1]
-            token = self.sampler.sample(model.logits(hidden[-1:]), slots, self.length[slots])
+            raw = model.logits(hidden[-1:])
+            token = self.sampler.sample(self._masked(raw[None], (chunk.slot,))[0], slots, self.length[slots])
+            self._note_logprobs(raw[None], token[None], (chunk.slot,))
             self.sampler.commit(slots, token)
             self.token[slots] = token
             following = token.clamp(min=0)
@@ -116,9 +149,10 @@ class Step:
                 self._draft(slots, residual[-1:], hidden[-1:])
         return token
 
-    def _decode(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+    def _decode(self, slots: Tensor, numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Verify k + 1 rows of each slot, commit what was accepted, draft again.
 
+        numbers  the slots as the host knows them
         Returns emitted [B, k + 1] and accepted [B].
         """
         model = self.model
@@ -128,7 +162,8 @@ class Step:
         residual, hidden = model.target(rows, self.cache)
         logits = model.logits(hidden).unflatten(0, tokens.shape)
         log_q = None if self.log_q is None else self.log_q[slots]
-        emitted, accepted = self.sampler.accept(logits, drafts, log_q, slots, first + 1)
+        emitted, accepted = self.sampler.accept(self._masked(logits, numbers), drafts, log_q, slots, first + 1)
+        self._note_logprobs(logits, emitted, numbers)
         self.sampler.commit(slots, emitted)
         newest = emitted.gather(1, accepted[:, None])
         self._commit(rows, accepted, newest)
@@ -175,6 +210,26 @@ class Step:
                     self.log_q = log_q.new_zeros((self.token.shape[0], self.k, log_q.shape[1]))
                 self.log_q[slots, j] = log_q
         self.drafts[slots] = drafts
+
+    def _masked(self, logits: Tensor, slots: Sequence[int]) -> Tensor:
+        """Logits [B, R, V] with -inf where a slot's mask forbids a token; the same tensor if none has a mask."""
+        rows = [row for row, slot in enumerate(slots) if slot in self._masks]
+        if not rows:
+            return logits
+        masks = torch.stack([self._masks[slots[row]] for row in rows]).to(logits.device, non_blocking=True)
+        bits = (masks[..., None] >> torch.arange(32, dtype=torch.int32, device=logits.device)) & 1  # [rows, R, W, 32]
+        allowed = bits.flatten(2)[..., : logits.shape[2]] != 0
+        logits = logits.clone()
+        logits[self._tensor(rows)] = logits[self._tensor(rows)].masked_fill(~allowed, float("-inf"))
+        return logits
+
+    def _note_logprobs(self, logits: Tensor, emitted: Tensor, slots: Sequence[int]) -> None:
+        """Keep what was asked for of logits [B, R, V], before any setting or mask, and emitted [B, R]."""
+        for row, slot in enumerate(slots):
+            if (count := self._wanted.get(slot)) is not None:
+                log_p = torch.log_softmax(logits[row].float(), dim=-1)
+                chosen = log_p.gather(1, emitted[row].clamp(min=0)[:, None])[:, 0]
+                self._logprobs.append((slot, chosen, *torch.topk(log_p, count, dim=-1)))
 
     def _tensor(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.config.device)
