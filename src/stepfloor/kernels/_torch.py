@@ -15,8 +15,8 @@ from torch import Tensor
 from stepfloor.formats.codec import PackedWeight
 
 TILE_ROWS = 8
-# MKL's products of 2 or 3 columns give a row other bits at other places of the tile (K = 32 to 160, AVX-512 Xeon).
-LEAST_COLUMNS = 8
+# MKL gives a row other bits in products of 2 or 3 columns (K = 32 to 160, AVX-512 Xeon), and of up to 11 (AMD EPYC).
+LEAST_COLUMNS = 16
 
 
 def product(x: Tensor, weights: PackedWeight | Sequence[PackedWeight]) -> Tensor:

@@ -5,6 +5,7 @@ residual is S streams of width D; a sub-layer reads one mixed vector of D and wr
 That write waits for the next read, since the two are one operator (hc_down).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -15,10 +16,10 @@ from stepfloor.formats.codec import PackedWeight
 from stepfloor.kernels.embed import embed
 from stepfloor.kernels.gdn_decode import gdn_decode
 from stepfloor.kernels.gdn_prefill import gdn_prefill
-from stepfloor.kernels.hc_down import hc_down
-from stepfloor.kernels.hc_mix import hc_mix
-from stepfloor.kernels.linear import linear
-from stepfloor.kernels.moe_down import moe_down
+from stepfloor.kernels.hc_down import StreamedDown, hc_down
+from stepfloor.kernels.hc_mix import StreamedMix, hc_mix
+from stepfloor.kernels.linear import StreamedWeight, linear
+from stepfloor.kernels.moe_down import TiledExperts, TiledShared, moe_down
 from stepfloor.kernels.moe_gate_up import moe_gate_up
 from stepfloor.kernels.moe_route import moe_route
 from stepfloor.kernels.mtp_fuse import mtp_fuse
@@ -29,8 +30,10 @@ from stepfloor.kernels.qsa_attend import qsa_attend
 from stepfloor.kernels.qsa_prepare import SparseCache, SparseNorms, SparseShape, qsa_prepare
 from stepfloor.kernels.qsa_select import qsa_select
 
-Projection = tuple[PackedWeight, ...]
+Matrices = tuple[PackedWeight, ...]
 """Matrices that share an input, outputs side by side; more than one where their formats differ."""
+Projection = tuple[PackedWeight | StreamedWeight, ...]
+"""The same, as `linear` reads them on the model's device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +41,8 @@ class HyperConnection:
     """norm_scale [S D] float32; down: [rank + S, S D], the write weights' rows last; up: [S D, rank]."""
 
     norm_scale: Tensor
-    down: Projection
-    up: Projection
+    down: tuple[PackedWeight | StreamedDown, ...]
+    up: tuple[PackedWeight | StreamedMix, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +70,12 @@ class SparseAttention:
 class Experts:
     """Mixture of experts. gate_up: E matrices [2 I, D], gate rows first; down: E matrices [D, I]."""
 
-    router: Projection
-    shared_gate_up: Projection
-    shared_gate: Projection
-    shared_down: Projection
-    gate_up: PackedWeight
-    down: PackedWeight
+    router: Matrices
+    shared_gate_up: Matrices
+    shared_gate: Matrices
+    shared_down: tuple[PackedWeight | TiledShared, ...]
+    gate_up: PackedWeight | TiledExperts
+    down: PackedWeight | TiledExperts
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +111,8 @@ class Drafter:
 
     norm_hidden: Tensor
     norm_embedding: Tensor
-    fc_hidden: Projection
-    fc_embedding: Projection
+    fc_hidden: Matrices
+    fc_embedding: Matrices
     layer: Layer
     mixer: HyperConnection
     head: Projection
@@ -126,7 +129,10 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Immutable after load. cos, sin [positions, rotary] cover every position a sequence may touch."""
+    """Immutable after load. cos, sin [positions, rotary] cover every position a sequence may touch.
+
+    on_routed  called with every layer and the experts [T, topk] its rows chose, while work is queued: it may queue more
+    """
 
     config: ModelConfig
     embedding: Tensor
@@ -136,6 +142,7 @@ class Model:
     drafter: Drafter | None
     cos: Tensor
     sin: Tensor
+    on_routed: Callable[[Layer, Tensor], None] | None = None
 
     def target(self, rows: Rows, cache: CacheTensors) -> tuple[Tensor, Tensor]:
         """Run rows through every layer.
@@ -181,7 +188,7 @@ class Model:
         else:
             y = self._sparse_attention(layer.attention, layer.index, x, rows, cache)
         residual, x, weights = self._read(layer.mlp_hc, Written(residual, y, weights))
-        return Written(residual, self._experts(layer.experts, x), weights)
+        return Written(residual, self._experts(layer, x), weights)
 
     def _read(self, hc: HyperConnection, stream: Written) -> tuple[Tensor, Tensor, Tensor]:
         """Write what waits, then mix the streams: the residual, a sub-layer's input, and its write weights."""
@@ -276,7 +283,8 @@ class Model:
         )
         return linear(mixed.flatten(0, 1), attention.out)
 
-    def _experts(self, experts: Experts, x: Tensor) -> Tensor:
+    def _experts(self, layer: Layer, x: Tensor) -> Tensor:
+        experts = layer.experts
         ids, weights, shared, shared_gate = moe_route(
             x,
             experts.router,
@@ -285,6 +293,8 @@ class Model:
             self.config.num_experts_per_tok,
             self.config.norm_topk_prob,
         )
+        if self.on_routed is not None:
+            self.on_routed(layer, ids)
         hidden = moe_gate_up(x, ids, experts.gate_up)
         return moe_down(hidden, ids, weights, experts.down, shared, shared_gate, experts.shared_down)
 

@@ -238,5 +238,16 @@ def accept_drafts(sequences: int, spec_tokens: int, vocab_size: int) -> int:
     return sequences * (targets + drafter) + match_drafts(sequences, spec_tokens)
 
 
+def begin_rows(sequences: int, spec_tokens: int, history: int) -> int:
+    """The state of each slot in, the rows of the step out."""
+    return 2 * sequences * (spec_tokens + 1 + 3 + history) * INT64_BYTES
+
+
+def commit_rows(sequences: int, spec_tokens: int, history: int) -> int:
+    """Rows, emitted ids and the tokens before in; the new state, what follows each row and the report out."""
+    rows = spec_tokens + 1
+    return sequences * (2 * rows + history + 3 + history + 4 + rows + 1 + rows + 1) * INT64_BYTES
+
+
 def _gdn_weights(conv_width: int, value_heads: int, value_dim: int, conv_kernel: int) -> int:
     return (conv_width * conv_kernel + 2 * value_heads + value_dim) * BF16_BYTES

@@ -2,66 +2,118 @@
 
 Everything a step needs to know about a sequence is on the device, by slot; the host sends integers when a sequence
 joins and reads the emitted ids. A prompt's last chunk ends like a step whose rows were all accepted.
+
+On a GPU the decode part of a step is one captured graph for each number of sequences (BUCKETS); slots that a batch
+leaves free point at the padding slot. The host queues a step, then reads the ids of the step before. Sequences with a
+mask or whose log-probabilities are wanted decode behind the graph, kernel by kernel, in a pass of their own.
 """
 
+import logging
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from stepfloor.cache.tensors import Rows, allocate
 from stepfloor.config import EngineConfig
+from stepfloor.kernels.begin_rows import SlotState, begin_rows
+from stepfloor.kernels.commit_rows import commit_rows
 from stepfloor.model.model import Model
 from stepfloor.request import Batch, Chunk, Join, TokenLogprob
-from stepfloor.sampler.sampler import Sampler
+from stepfloor.sampler.sampler import Sampler, Stage
+
+logger = logging.getLogger(__name__)
+
+BUCKETS = (1, 2, 4, 8, 16)
+_POLL_S = 20e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the device says of some slots, on its way to the host.
+
+    values  [B, ...] on the host
+    ready   recorded behind the copy; None where there is nothing to wait for
+    """
+
+    slots: tuple[int, ...]
+    values: Tensor
+    ready: torch.cuda.Event | None
+
+    def wait(self) -> list[tuple[int, list[Any]]]:
+        """Each slot with its row."""
+        # asking does not stop the queue, as a synchronising call could
+        while self.ready is not None and not self.ready.query():
+            time.sleep(_POLL_S)
+        return list(zip(self.slots, self.values.tolist(), strict=False))
+
 
 NO_MASKS: Mapping[int, Tensor] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """Ids that a step emitted, still on the device; wait() brings them to the host.
+    """Ids that a step emitted, still on their way; wait() reads them.
 
-    parts     (slots, emitted [B, R] int64, accepted [B] int64): row b holds accepted[b] drafts and one more id, which
-              is -1 where the logits were not finite; what stands behind that is no token
-    drafts    (slots, drafts [B, k] int64) proposed after what was emitted, for slots whose next mask depends on them
-    logprobs  (slot, of each emitted token [R], best values [R, n], best ids [R, n]), where the batch asked for them
+    reports   [B, R + 1] int64: emitted ids, -1 where the logits were not finite, then how many are accepted drafts
+    drafts    [B, k] int64, proposed after what was emitted, of slots whose next mask depends on them
+    logprobs  [1, R, 1 + 2 n] fp32 of a slot that wants them: of each emitted token, of the n best, and their ids
     """
 
-    parts: tuple[tuple[tuple[int, ...], Tensor, Tensor], ...]
-    drafts: tuple[tuple[tuple[int, ...], Tensor], ...] = ()
-    logprobs: tuple[tuple[int, Tensor, Tensor, Tensor], ...] = ()
+    reports: tuple[Report, ...]
+    drafts: tuple[Report, ...] = ()
+    logprobs: tuple[Report, ...] = ()
 
     def wait(self) -> dict[int, list[int]]:
         """Emitted ids by slot, at least one each."""
         result: dict[int, list[int]] = {}
-        for slots, emitted, accepted in self.parts:
-            for slot, ids, count in zip(slots, emitted.tolist(), accepted.tolist(), strict=True):
-                result[slot] = ids[: count + 1]
+        for report in self.reports:
+            for slot, (*ids, accepted) in report.wait():
+                result[slot] = ids[: accepted + 1]
         return result
 
     def wait_drafts(self) -> dict[int, list[int]]:
         """Drafts by slot."""
-        return {s: row for slots, drafts in self.drafts for s, row in zip(slots, drafts.tolist(), strict=True)}
+        return {slot: drafts for report in self.drafts for slot, drafts in report.wait()}
 
     def wait_logprobs(self) -> dict[int, list[TokenLogprob]]:
         """Log-probabilities by slot, one for each row; those behind the last emitted token mean nothing."""
         result: dict[int, list[TokenLogprob]] = {}
-        for slot, chosen, values, ids in self.logprobs:
-            best = (tuple(zip(i, v, strict=True)) for i, v in zip(ids.tolist(), values.tolist(), strict=True))
-            result[slot] = [TokenLogprob(own, top) for own, top in zip(chosen.tolist(), best, strict=True)]
+        for report in self.logprobs:
+            for slot, rows in report.wait():
+                n = len(rows[0]) // 2
+                best = (zip(map(int, row[1 + n :]), row[1 : 1 + n], strict=True) for row in rows)
+                result[slot] = [TokenLogprob(row[0], tuple(top)) for row, top in zip(rows, best, strict=True)]
         return result
+
+
+@dataclass(slots=True)
+class DecodeGraph:
+    """The captured decode part of a step: slots [B] is what it reads, report [B, R + 1] what it leaves."""
+
+    graph: torch.cuda.CUDAGraph
+    slots: Tensor
+    report: Tensor
+    loaded: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Graphs:
+    """Decode graphs by number of sequences and by what the sampler does; they share one memory pool."""
+
+    made: dict[tuple[int, frozenset[Stage]], DecodeGraph] = field(default_factory=dict)
+    pool: Any = None
 
 
 class Step:
     """Device state of all slots, and the one function that advances it.
 
-    token    [slots] the newest token, not yet verified; length [slots] its position
-    drafts   [slots, k] tokens proposed after it; log_q [slots, k, V] their distribution, if acceptance needs it
-    pending, rejected  [slots] rows of the last step that count, and that do not
-    history  [slots, ngram_size - 1] the committed tokens before `token`
+    state  what begin_rows reads of each slot and commit_rows leaves there
+    log_q  [slots, k, V] the distribution of the drafts, if acceptance needs it
     """
 
     def __init__(self, model: Model, sampler: Sampler, config: EngineConfig) -> None:
@@ -70,21 +122,28 @@ class Step:
         self.config = config
         self.cache = allocate(model.config, config, model.embedding.dtype)
         self.k = config.spec_tokens
+        self.on_gpu = model.embedding.is_cuda
+        self.device = model.embedding.device
         slots = config.max_num_seqs + 1
 
         def integers(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.int64, device=config.device)
+            return torch.zeros(shape, dtype=torch.int64, device=self.device)
 
-        self.token = integers(slots)
-        self.length = integers(slots)
-        self.drafts = integers(slots, self.k)
-        self.pending = integers(slots)
-        self.rejected = integers(slots)
-        self.history = integers(slots, model.config.ngram_size - 1)
+        self.state = SlotState(
+            token=integers(slots),
+            length=integers(slots),
+            drafts=integers(slots, self.k),
+            pending=integers(slots),
+            rejected=integers(slots),
+            history=integers(slots, model.config.ngram_size - 1),
+        )
         self.log_q: Tensor | None = None
         self._masks: Mapping[int, Tensor] = NO_MASKS
         self._wanted: dict[int, int] = {}
-        self._logprobs: list[tuple[int, Tensor, Tensor, Tensor]] = []
+        self._logprobs: list[Report] = []
+        self.graphs = Graphs()
+        if self.on_gpu:
+            self._warm_up()
 
     @torch.inference_mode()
     def run(self, batch: Batch, masks: Mapping[int, Tensor] = NO_MASKS) -> StepOutput:
@@ -101,93 +160,148 @@ class Step:
             self.sampler.release(slot)
         for join in batch.joins:
             self._join(join)
-        parts: list[tuple[tuple[int, ...], Tensor, Tensor]] = []
+        reports: list[Report] = []
         for chunk in batch.chunks:
             token = self._prefill(chunk)
             if token is not None:
-                parts.append(((chunk.slot,), token[:, None], torch.zeros_like(token)))
+                report = torch.cat((token[:, None], torch.zeros_like(token)[:, None]), 1)
+                reports.append(self._to_host((chunk.slot,), report))
         if batch.decodes:
-            parts.append((batch.decodes, *self._decode(self._tensor(batch.decodes), batch.decodes)))
+            apart = tuple(slot for slot in batch.decodes if slot in masks or slot in self._wanted)
+            together = tuple(slot for slot in batch.decodes if slot not in apart) if self.on_gpu else batch.decodes
+            if together:
+                reports.append(self._to_host(together, self._run_decodes(together)))
+            if apart and self.on_gpu:
+                reports.append(self._to_host(apart, self._decode(self._tensor(apart), apart)))
         masked = tuple(slot for slot, _ in batch.owners if slot in masks)
-        drafts = ((masked, self.drafts[self._tensor(masked)]),) if masked else ()
-        return StepOutput(tuple(parts), drafts, tuple(self._logprobs))
+        drafts = (self._to_host(masked, self.state.drafts[self._tensor(masked)]),) if masked else ()
+        return StepOutput(tuple(reports), drafts, tuple(self._logprobs))
+
+    def _run_decodes(self, decodes: tuple[int, ...]) -> Tensor:
+        """Queue the decode part for these slots, captured where it can be; its report."""
+        if not self.on_gpu:
+            return self._decode(self._tensor(decodes), decodes)
+        size = bucket(len(decodes), self.config.max_num_seqs)
+        slots = decodes + (self.sampler.padding_slot,) * (size - len(decodes))
+        if self.config.enforce_eager:
+            return self._decode(self._tensor(slots))
+        captured = self._graph(size)
+        if captured.loaded != slots:
+            captured.slots.copy_(self._tensor(slots))
+            captured.loaded = slots
+        captured.graph.replay()
+        return captured.report
+
+    def _warm_up(self) -> None:
+        """Run each graph's work once and capture it, all rows padding, so that no request waits for that."""
+        begin = time.perf_counter()
+        sizes = sorted({bucket(count, self.config.max_num_seqs) for count in range(1, self.config.max_num_seqs + 1)})
+        for size in reversed(sizes):  # the largest first: the others fit in its memory
+            if self.config.enforce_eager:
+                with torch.inference_mode():
+                    self._decode(self._tensor((self.sampler.padding_slot,) * size))
+            else:
+                self._graph(size)
+        torch.cuda.synchronize(self.device)
+        how = "ran" if self.config.enforce_eager else "captured"
+        logger.info("%s decode steps of %s sequences in %.1f s", how, sizes, time.perf_counter() - begin)
+
+    def _graph(self, size: int) -> DecodeGraph:
+        """The graph for so many sequences and what the sampler has to do now; captured at its first use."""
+        stages = self.sampler.stages
+        made = self.graphs.made.get((size, stages))
+        if made is None:
+            made = self.graphs.made[size, stages] = self._capture(size)
+            if stages:
+                logger.info("captured a decode step of %d sequences with %s", size, ", ".join(sorted(stages)))
+        return made
+
+    @torch.inference_mode()
+    def _capture(self, size: int) -> DecodeGraph:
+        slots = torch.full((size,), self.sampler.padding_slot, dtype=torch.int64, device=self.device)
+        # eagerly first, on the padding slot: kernels are loaded and libraries make their workspaces
+        self._decode(slots)
+        torch.cuda.synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.graphs.pool):
+            report = self._decode(slots)
+        self.graphs.pool = graph.pool()
+        return DecodeGraph(graph, slots, report, tuple([self.sampler.padding_slot] * size))
 
     def _join(self, join: Join) -> None:
-        slot = join.slot
+        slot, state = join.slot, self.state
         self.sampler.assign(slot, join.sampling, join.token_ids)
         self.cache.reset(slot)
         self.cache.page_table[slot].zero_()
         self.cache.page_table[slot, : len(join.pages)] = self._tensor(join.pages)
-        self.history[slot] = self.model.config.eos_token_id
-        self.pending[slot] = 0
-        self.rejected[slot] = 0
+        state.history[slot] = self.model.config.eos_token_id
+        state.pending[slot] = 0
+        state.rejected[slot] = 0
 
     def _prefill(self, chunk: Chunk) -> Tensor | None:
         """Run a prompt chunk; at the prompt's end draw the first token [1] and draft after it."""
-        model, slots = self.model, self._tensor((chunk.slot,))
+        model, state, slots = self.model, self.state, self._tensor((chunk.slot,))
         tokens = self._tensor(chunk.token_ids)[None]
         first = self._tensor((chunk.start,))
         nothing = torch.zeros_like(slots)
-        rows = Rows(tokens, slots, first, nothing, nothing, self.history[slots], chunk=True)
+        rows = Rows(tokens, slots, first, nothing, nothing, state.history[slots], chunk=True)
         residual, hidden = model.target(rows, self.cache)
-        self.history[slots] = torch.cat((rows.history, tokens), 1)[:, -rows.history.shape[1] :]
+        state.history[slots] = torch.cat((rows.history, tokens), 1)[:, -rows.history.shape[1] :]
         token = following = None
         if chunk.following is not None:
             following = self._tensor((chunk.following,))
         else:
-            self.length[slots] = first + tokens.shape[1]
+            state.length[slots] = first + tokens.shape[1]
             raw = model.logits(hidden[-1:])
-            token = self.sampler.sample(self._masked(raw[None], (chunk.slot,))[0], slots, self.length[slots])
+            token = self.sampler.sample(self._masked(raw[None], (chunk.slot,))[0], slots, state.length[slots])
             self._note_logprobs(raw[None], token[None], (chunk.slot,))
             self.sampler.commit(slots, token)
-            self.token[slots] = token
+            state.token[slots] = token
             following = token.clamp(min=0)
         if model.drafter is not None:
             shifted = torch.cat((tokens[:, 1:], following[None]), 1)
             residual, hidden = model.draft(model.drafter, residual, shifted, rows, self.cache)
             if token is not None:
-                self._draft(slots, residual[-1:], hidden[-1:])
+                self._draft(slots, state.length[slots], residual[-1:], hidden[-1:])
         return token
 
-    def _decode(self, slots: Tensor, numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def _decode(self, slots: Tensor, numbers: Sequence[int] = ()) -> Tensor:
         """Verify k + 1 rows of each slot, commit what was accepted, draft again.
 
-        numbers  the slots as the host knows them
-        Returns emitted [B, k + 1] and accepted [B].
+        numbers  the slots as the host knows them, where masks and log-probabilities are looked at; never in a graph
+        Returns the report [B, k + 2]: emitted ids, then how many of them are accepted drafts.
         """
-        model = self.model
-        drafts, first = self.drafts[slots], self.length[slots]
-        tokens = torch.cat((self.token[slots, None], drafts), 1).clamp(min=0)
-        rows = Rows(tokens, slots, first, self.pending[slots], self.rejected[slots], self.history[slots], chunk=False)
+        model, state = self.model, self.state
+        tokens, first, pending, rejected, history = begin_rows(state, slots)
+        rows = Rows(tokens, slots, first, pending, rejected, history, chunk=False)
         residual, hidden = model.target(rows, self.cache)
         logits = model.logits(hidden).unflatten(0, tokens.shape)
         log_q = None if self.log_q is None else self.log_q[slots]
-        emitted, accepted = self.sampler.accept(self._masked(logits, numbers), drafts, log_q, slots, first + 1)
+        masked = self._masked(logits, numbers)
+        emitted, accepted = self.sampler.accept(masked, state.drafts[slots], log_q, slots, first + 1)
         self._note_logprobs(logits, emitted, numbers)
         self.sampler.commit(slots, emitted)
-        newest = emitted.gather(1, accepted[:, None])
-        self._commit(rows, accepted, newest)
+        following, last, report = commit_rows(
+            emitted,
+            accepted,
+            tokens,
+            slots,
+            first,
+            history,
+            state.token,
+            state.length,
+            state.pending,
+            state.rejected,
+            state.history,
+            self.sampler.padding_slot,
+        )
         if model.drafter is not None:
-            # row j is followed by the token of row j + 1, the last accepted row by the newest token
-            following = torch.cat((tokens[:, 1:], tokens[:, :1]), 1).scatter(1, accepted[:, None], newest.clamp(min=0))
             residual, hidden = model.draft(model.drafter, residual, following, rows, self.cache)
-            last = torch.arange(slots.shape[0], device=slots.device) * tokens.shape[1] + accepted
-            self._draft(slots, residual[last], hidden[last])
-        return emitted, accepted
+            self._draft(slots, first + accepted + 1, residual[last], hidden[last])
+        return report
 
-    def _commit(self, rows: Rows, accepted: Tensor, newest: Tensor) -> None:
-        """Make the accepted rows the sequence's past; the newest token waits to be verified."""
-        seen = torch.cat((rows.history, rows.tokens), 1)
-        width = rows.history.shape[1]
-        last = accepted[:, None] + 1 + torch.arange(width, device=accepted.device)
-        self.history[rows.slots] = seen.gather(1, last)
-        self.token[rows.slots] = newest.squeeze(1)
-        self.length[rows.slots] = rows.first + accepted + 1
-        self.pending[rows.slots] = accepted + 1
-        self.rejected[rows.slots] = rows.tokens.shape[1] - 1 - accepted
-
-    def _draft(self, slots: Tensor, residual: Tensor, hidden: Tensor) -> None:
-        """Propose k tokens after the newest one.
+    def _draft(self, slots: Tensor, length: Tensor, residual: Tensor, hidden: Tensor) -> None:
+        """Propose k tokens after the newest one, whose positions are length [B].
 
         residual [B, S D] and hidden [B, D] are the drafter's at the row before the newest token. Each further pass
         is one row, whose keys and values are provisional: the next step's first pass writes those positions again.
@@ -195,32 +309,43 @@ class Step:
         model, drafter = self.model, self.model.drafter
         if drafter is None:
             raise RuntimeError("drafting without a drafter")
-        length = self.length[slots]
-        drafts = slots.new_empty((slots.shape[0], 0))
+        nothing = torch.zeros_like(slots)
+        drafts = slots.new_empty((slots.shape[0], self.k))
         for j in range(self.k):
             if j:
-                previous = drafts[:, -1:].clamp(min=0)
-                nothing = torch.zeros_like(slots)
-                rows = Rows(previous, slots, length + j - 1, nothing, nothing, self.history[slots], chunk=False)
+                previous = drafts[:, j - 1 : j].clamp(min=0)
+                # a pass of one row without history: the drafter has no n-gram layer
+                rows = Rows(previous, slots, length + (j - 1), nothing, nothing, previous[:, :0], chunk=False)
                 residual, hidden = model.draft(drafter, residual, previous, rows, self.cache)
-            token, log_q = self.sampler.draft(model.logits(hidden, drafter.head), slots, length + 1 + j, drafts)
-            drafts = torch.cat((drafts, token[:, None]), 1)
+            logits = model.logits(hidden, drafter.head)
+            drafts[:, j], log_q = self.sampler.draft(logits, slots, length + (1 + j), drafts[:, :j])
             if log_q is not None:
                 if self.log_q is None:
-                    self.log_q = log_q.new_zeros((self.token.shape[0], self.k, log_q.shape[1]))
+                    self.log_q = log_q.new_zeros((self.state.token.shape[0], self.k, log_q.shape[1]))
                 self.log_q[slots, j] = log_q
-        self.drafts[slots] = drafts
+        self.state.drafts[slots] = drafts
+
+    def _to_host(self, slots: tuple[int, ...], values: Tensor) -> Report:
+        if not self.on_gpu:
+            return Report(slots, values, None)
+        copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        copy.copy_(values, non_blocking=True)
+        ready = torch.cuda.Event()
+        ready.record()
+        return Report(slots, copy, ready)
 
     def _masked(self, logits: Tensor, slots: Sequence[int]) -> Tensor:
         """Logits [B, R, V] with -inf where a slot's mask forbids a token; the same tensor if none has a mask."""
         rows = [row for row, slot in enumerate(slots) if slot in self._masks]
         if not rows:
             return logits
-        masks = torch.stack([self._masks[slots[row]] for row in rows]).to(logits.device, non_blocking=True)
-        bits = (masks[..., None] >> torch.arange(32, dtype=torch.int32, device=logits.device)) & 1  # [rows, R, W, 32]
+        masks = torch.stack([self._masks[slots[row]] for row in rows])
+        masks = masks.pin_memory().to(self.device, non_blocking=True) if self.on_gpu else masks
+        bits = (masks[..., None] >> torch.arange(32, dtype=torch.int32, device=self.device)) & 1  # [rows, R, W, 32]
         allowed = bits.flatten(2)[..., : logits.shape[2]] != 0
+        index = self._tensor(rows)
         logits = logits.clone()
-        logits[self._tensor(rows)] = logits[self._tensor(rows)].masked_fill(~allowed, float("-inf"))
+        logits[index] = logits[index].masked_fill(~allowed, float("-inf"))
         return logits
 
     def _note_logprobs(self, logits: Tensor, emitted: Tensor, slots: Sequence[int]) -> None:
@@ -228,8 +353,17 @@ class Step:
         for row, slot in enumerate(slots):
             if (count := self._wanted.get(slot)) is not None:
                 log_p = torch.log_softmax(logits[row].float(), dim=-1)
-                chosen = log_p.gather(1, emitted[row].clamp(min=0)[:, None])[:, 0]
-                self._logprobs.append((slot, chosen, *torch.topk(log_p, count, dim=-1)))
+                chosen = log_p.gather(1, emitted[row].clamp(min=0)[:, None])
+                values, ids = torch.topk(log_p, count, dim=-1)
+                # float32 holds every id: a vocabulary has fewer than 2**24
+                self._logprobs.append(self._to_host((slot,), torch.cat((chosen, values, ids.float()), 1)[None]))
 
     def _tensor(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.config.device)
+        """Integers on the device, without waiting for what is queued there."""
+        made = torch.tensor(values, dtype=torch.int64)
+        return made.pin_memory().to(self.device, non_blocking=True) if self.on_gpu else made
+
+
+def bucket(count: int, max_num_seqs: int) -> int:
+    """Sequences of the graph that serves so many: the next of BUCKETS, or the engine's own limit if that is less."""
+    return next((size for size in BUCKETS if count <= size <= max_num_seqs), max(count, max_num_seqs))
