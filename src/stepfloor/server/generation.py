@@ -6,7 +6,7 @@ tokens a step delivered, each is counted, parsed and measured here, once.
 
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from stepfloor.request import FinishReason, Piece, Request, TokenLogprob
 from stepfloor.server.client import EngineClient, Mailbox
@@ -129,14 +129,27 @@ class Generation:
             metrics.request_max_tokens.observe(request.max_tokens)
 
     async def deltas(self) -> AsyncIterator[list[Delta]]:
-        """What has come since the last time, until every answer has ended."""
+        """What has come since the last time, until every answer has ended.
+
+        A delta with an error stands alone, so that what came before it is shown first.
+        """
         mailbox = self.mailbox
         if mailbox is None:
             raise RuntimeError("a generation that was not started has no deltas")
         open_answers = len(self.answers)
         while open_answers:
             pieces = await mailbox.take()
-            yield [self._take(piece, mailbox) for piece in pieces]
+            deltas: list[Delta] = []
+            for delta in (self._take(piece, mailbox) for piece in pieces):
+                if delta.error is None:
+                    deltas.append(delta)
+                    continue
+                # the tokens before a fault are as good as any
+                yield [*deltas, replace(delta, error=None, finish_reason=None)]
+                yield [replace(delta, events=(), token_ids=(), logprobs=())]
+                deltas = []
+            if deltas:
+                yield deltas
             open_answers -= sum(piece.finish_reason is not None for piece in pieces)
 
     def close(self) -> None:
