@@ -9,6 +9,7 @@ transformers in.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from stepfloor.request import Grammar, Request
 
 Mask = NDArray[np.int32]
 MAX_GRAMMAR_BYTES = 256 << 10
+MAX_BLANKS = 8
 
 
 class GrammarCompiler:
@@ -40,7 +42,8 @@ class GrammarCompiler:
             raise UserError(f"a grammar may have {MAX_GRAMMAR_BYTES} characters; this one has {len(grammar.text)}")
         compiler = self._compiler(tuple(stop_ids))
         compile_kind = {
-            "json_schema": compiler.compile_json_schema,
+            # a model that is not sure pads JSON with blanks for ever, if it may
+            "json_schema": partial(compiler.compile_json_schema, max_whitespace_cnt=MAX_BLANKS),
             "regex": compiler.compile_regex,
             "ebnf": compiler.compile_grammar,
             "structural_tag": compiler.compile_structural_tag,

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from stepfloor.request import Grammar, TokenLogprob
+from stepfloor.server.calls import calls_grammar
 from stepfloor.server.completions import usage_json
 from stepfloor.server.faults import ApiError, error_event
 from stepfloor.server.generation import Delta, Generation
@@ -19,7 +20,6 @@ from stepfloor.server.service import (
     Limits,
     Prompt,
     Service,
-    calls_grammar,
     check_delta,
     grammar_of,
     message_dicts,

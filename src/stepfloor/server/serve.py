@@ -140,7 +140,10 @@ async def _serve(options: ServeOptions, tokenizer: Tokenizer, listening: socket.
         server = _Drain(config, service)
         where = listen.uds or "{}:{}".format(*listening.getsockname()[:2])
         scheme = "https" if listen.ssl_certfile else "http"
-        log.info("ready after %.1f s, pid %d: %s://%s/v1", time.monotonic() - begin, os.getpid(), scheme, where)
+        seconds = time.monotonic() - begin
+        log.info(
+            "ready after %.1f s, pid %d, engine pid %s: %s://%s/v1", seconds, os.getpid(), client.pid, scheme, where
+        )
         watching = asyncio.create_task(_watch_progress(service, options.app.stall_s))
         try:
             await server.serve(sockets=[listening])

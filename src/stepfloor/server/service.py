@@ -283,25 +283,3 @@ def choice_grammar(choices: Sequence[str]) -> str:
     if not choices or "" in choices:
         raise ApiError(400, "a choice needs at least one text, and none that is empty", param="structured_outputs")
     return "root ::= " + " | ".join(json.dumps(choice) for choice in choices)
-
-
-def calls_grammar(schemas: Mapping[str, Mapping[str, Any]], many: bool, thinking: bool) -> Grammar:
-    """The answer is one tool call, or one and more where `many`, of these functions and in the model's own form."""
-    tags = [
-        {
-            "type": "tag",
-            "begin": f"<tool_call>\n<function={name}>\n",
-            "content": {"type": "qwen_xml_parameter", "json_schema": dict(schema) or {"type": "object"}},
-            "end": "\n</function>\n</tool_call>",
-        }
-        for name, schema in schemas.items()
-    ]
-    form = {
-        "type": "tags_with_separator",
-        "tags": tags,
-        "separator": "\n",
-        "at_least_one": True,
-        "stop_after_first": not many,
-    }
-    text = json.dumps({"type": "structural_tag", "format": form})
-    return Grammar("structural_tag", text, END_THINK if thinking else None)
