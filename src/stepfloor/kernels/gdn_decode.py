@@ -33,19 +33,29 @@ MOST_SHARED = 227 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Fields of a DeltaPlan from so many sequences on. clusters: the most there may be, or as many as units of work."""
+    """Fields of a DeltaPlan from so many sequences and new rows on.
+
+    clusters  the most there may be; None: as many as units of work
+    """
 
     sequences: int
     parts: int
     early: int = 1
     clusters: int | None = None
+    rows: int = 1
 
 
 # All give a value the same bits. Between its neighbours in a layer, one row, H200: 8.1 us with two blocks of a head
 # against 8.7 with one at 1 sequence, 15.5 against 14.5 at 4 (16 columns a warp, early 1).
 PLANS = (Choice(1, parts=2), Choice(2, parts=1))
-# For calls that are settled. Early 3 and clusters are not measured yet; `benchmarks.delta_net` recommends.
-SETTLED_PLANS = PLANS
+# For calls that are settled; between its neighbours, one row and four: 5.8 and 9.1 us against 8.1 and 12.7 (early 1) at
+# 1 sequence, 14.7 and 19.8 at 4; at 16 replaying early pays with four rows (61.3 us against 66.7), not with one.
+SETTLED_PLANS = (
+    Choice(1, parts=2, early=3),
+    Choice(2, parts=1, early=2),
+    Choice(8, parts=1, early=1),
+    Choice(8, parts=1, early=3, rows=2),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +257,7 @@ def plan_for(constants: DeltaConstants, rows: int, kept: int) -> DeltaPlan:
 def choose_plan(plan: DeltaPlan, sequences: int, settled: bool = False) -> DeltaPlan:
     """The plan for a number of sequences."""
     plans = SETTLED_PLANS if settled else PLANS
-    return planned(plan, [choice for choice in plans if sequences >= choice.sequences][-1], sequences)
+    return planned(plan, [c for c in plans if sequences >= c.sequences and plan.rows >= c.rows][-1], sequences)
 
 
 def planned(plan: DeltaPlan, choice: Choice, sequences: int) -> DeltaPlan:

@@ -57,29 +57,33 @@ extern "C" __global__ void __launch_bounds__(THREADS) moe_route_kernel(const __g
   float weight = 0.f;
 #pragma unroll 1
   for (int j = 0; j < TOPK; j++) {
-    float best = -1.f;
-    int where = 0;
+    // the first of equals, in a tree: a chain of comparisons is most of this kernel's time
+    float best[HELD];
+    int place[HELD];
 #pragma unroll
-    for (int i = 0; i < HELD; i++)
-      if (likely[i] > best) {  // the first of equals
-        best = likely[i];
-        where = i * 32 + lane;
-      }
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) {
-      const float other = __shfl_xor_sync(~0u, best, distance);
-      const int there = __shfl_xor_sync(~0u, where, distance);
-      if (other > best || (other == best && there < where)) {
-        best = other;
-        where = there;
-      }
+    for (int i = 0; i < HELD; i++) {
+      best[i] = likely[i];
+      place[i] = i;
     }
+#pragma unroll
+    for (int width = 1; width < HELD; width *= 2)
+#pragma unroll
+      for (int i = 0; i + width < HELD; i += 2 * width)
+        if (best[i + width] > best[i]) {
+          best[i] = best[i + width];
+          place[i] = place[i + width];
+        }
+    // likelihoods are not negative, so their bits have their order; what is taken is below all of them
+    const u32 bits = __float_as_uint(fmaxf(best[0], 0.f)) + (best[0] >= 0.f);
+    const u32 most = warp_max(bits);
+    const int where = (int)warp_min(bits == most ? (u32)(place[0] * 32 + lane) : ~0u);
 #pragma unroll
     for (int i = 0; i < HELD; i++)
       if (i * 32 + lane == where) likely[i] = -1.f;
+    const float chosen = __uint_as_float(most - 1);
     if (lane == j) {
       id = where;
-      weight = best / sum;
+      weight = chosen / sum;
     }
   }
   if (RENORMALIZE) {

@@ -44,6 +44,9 @@ class RandomTensors:
         digest = hashlib.blake2b(f"{self._seed}:{first.name}".encode(), digest_size=7).digest()
         make = torch.Generator(self.device).manual_seed(int.from_bytes(digest, "little"))
         sigma = self._table_sigma if ".ngram_embedding" in first.name else first.shape[-1] ** -0.5
+        if first.name == "embed_tokens":
+            # as large as what the layers add: else all rows of a step look alike and choose the same experts
+            sigma = 1.0
         drawn: dict[str, Tensor] = {}
         for suffix, entry in first.parts.items():
             out = torch.empty((len(weights), *entry.shape), dtype=DTYPES[entry.dtype], device=self.device)

@@ -187,6 +187,19 @@ template <class T> T __shfl_xor_sync(u32, T value, int distance) {
   w.sync.arrive_and_wait();
   return found;
 }
+inline u32 __float_as_uint(float value) {
+  u32 bits;
+  memcpy(&bits, &value, 4);
+  return bits;
+}
+inline u32 warp_max(u32 value) {
+  for (int distance = 16; distance > 0; distance /= 2) {
+    const u32 other = __shfl_xor_sync(~0u, value, distance);
+    value = other > value ? other : value;
+  }
+  return value;
+}
+inline u32 warp_min(u32 value) { return ~warp_max(~value); }
 
 inline float bf16_of(u32 word, int high) {
   const u32 bits = high ? word & 0xffff0000u : word << 16;

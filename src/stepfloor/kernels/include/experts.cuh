@@ -44,7 +44,7 @@ template <int LIMIT> DEVICE Words load_columns(const u16* row, int column) {
   return v;
 }
 
-// The distinct experts of all rows in ascending order, each with up to 8 of the pairs (row * choices of a row + choice) that chose it;
+// The distinct experts of all rows, ascending but for a single row, each with up to 8 of the pairs (row * choices of a row + choice) that chose it;
 // an expert with more has several entries. The same in every block. A row's experts must differ from each other.
 template <int EXPERT_COUNT, int CHOICES, int MOST_ROWS, int BLOCK_THREADS> struct ExpertList {
   static constexpr int WORDS = (MOST_ROWS + 31) / 32;
@@ -61,6 +61,7 @@ template <int EXPERT_COUNT, int CHOICES, int MOST_ROWS, int BLOCK_THREADS> struc
 
   // Before the first ids are read; build() synchronises.
   DEVICE void clear() {
+    if (MOST_ROWS == 1) return;
     for (int i = threadIdx.x; i < EXPERT_COUNT * WORDS; i += BLOCK_THREADS) rows_of[i] = 0;
   }
 
@@ -73,6 +74,18 @@ template <int EXPERT_COUNT, int CHOICES, int MOST_ROWS, int BLOCK_THREADS> struc
 
   // Returns the number of entries.
   DEVICE int build(const long long* ids, int rows) {
+    if constexpr (MOST_ROWS == 1) {  // every choice is an entry
+      static_assert(CHOICES <= BLOCK_THREADS, "list");
+      const int j = threadIdx.x;
+      if (j < CHOICES) {
+        const u32 id = (u32)load_global_u64(ids + j);
+        chosen[j] = expert[j] = id < EXPERT_COUNT ? id : EXPERT_COUNT - 1;
+        count[j] = 1;
+        pair[j * 8] = j;
+      }
+      __syncthreads();
+      return CHOICES;
+    }
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pairs = rows * CHOICES;
     int mine[HELD];
 #pragma unroll

@@ -116,6 +116,10 @@ DEVICE Pair load_shared_pair(u32 address) {
   return v;
 }
 
+// Of all 32 lanes.
+DEVICE u32 warp_max(u32 v) { return __reduce_max_sync(~0u, v); }
+DEVICE u32 warp_min(u32 v) { return __reduce_min_sync(~0u, v); }
+
 DEVICE u32 load_shared_byte(u32 address) {
   u32 v;
   asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address));
