@@ -164,7 +164,11 @@ def test_table_on_the_host_never_counts_on_the_device() -> None:
 
 def test_pinned_table_on_unified_memory_lies_in_the_pool() -> None:
     capacity = unified_capacity({"MemAvailable": 100 * GIB})
-    assert plan(capacity, Placement("pinned")).total("host") == 0
+    pinned = plan(capacity, Placement("pinned"))
+    assert pinned.total("host") == 0
+    assert [x.note for x in pinned.lines if x.component == "n-gram table"] == [
+        "pinned in the pool that the device uses too: nothing is gained over gpu"
+    ]
     assert plan(capacity, Placement("pinned")).total("device") == plan(capacity, Placement("gpu")).total("device")
 
 

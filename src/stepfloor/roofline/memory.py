@@ -308,7 +308,10 @@ def _weight_lines(
     if placement.table == "gpu":
         lines.append(Line("n-gram table", table, "device"))
     elif placement.table == "pinned":
-        lines.append(Line("n-gram table", whole_table, host, "pinned"))
+        note = (
+            "pinned in the pool that the device uses too: nothing is gained over gpu" if capacity.unified else "pinned"
+        )
+        lines.append(Line("n-gram table", whole_table, host, note))
     elif placement.table == "mmap":
         note = f"{whole_table / _GIB:.2f} GiB mapped; the page cache keeps what is left free"
         lines.append(Line("n-gram table", 0, host, note))

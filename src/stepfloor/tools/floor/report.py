@@ -155,10 +155,7 @@ def ask(
 def answer(checkpoint: Checkpoint, question: Question) -> dict[str, Any]:
     """The report as plain values, ready for JSON: bytes, milliseconds, tokens/s."""
     config, weights = checkpoint.config, fold(checkpoint.weights)
-    try:
-        after = changed(weights, config, question.change)
-    except ValueError as error:
-        raise UserError(f"--what-if {question.change}: {error}") from None
+    after = _changed(weights, config, question.change)
     now = _Case(config, weights, question, None)
     report: dict[str, Any] = {
         "model": str(checkpoint.directory),
@@ -357,10 +354,17 @@ def memory(
         kv_dtype="fp8" if question.kv_bytes == 1 else "bf16",
         state_copies=state_copies,
     )
-    weights = changed(fold(checkpoint.weights), config, question.change)
+    weights = _changed(fold(checkpoint.weights), config, question.change)
     return plan_memory(
         config, weights, engine, _capacity(question.device, available_gib, host_gib), placement, question.shards
     )
+
+
+def _changed(weights: dict[str, Matrices], config: ModelConfig, change: Change) -> dict[str, Matrices]:
+    try:
+        return changed(weights, config, change)
+    except ValueError as error:
+        raise UserError(f"--what-if {change}: {error}") from None
 
 
 def _capacity(device: Hardware, available_gib: float | None, host_gib: float) -> Capacity:
