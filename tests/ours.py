@@ -10,6 +10,7 @@ from stepfloor.config import EngineConfig
 from stepfloor.kernels import qsa_attend
 from stepfloor.model.load import load_model
 from stepfloor.model.model import Model
+from stepfloor.model.tensors import TensorSource
 from stepfloor.weights.checkpoint import Checkpoint
 
 
@@ -21,9 +22,9 @@ def engine_config(**changes: object) -> EngineConfig:
 class Ours:
     """A loaded model and the cache of one sequence."""
 
-    def __init__(self, checkpoint: Checkpoint, **changes: object) -> None:
+    def __init__(self, checkpoint: Checkpoint, source: TensorSource | None = None, **changes: object) -> None:
         self.config = engine_config(**changes)
-        self.model: Model = load_model(checkpoint, positions_needed(self.config), "cpu")
+        self.model: Model = load_model(checkpoint, positions_needed(self.config), "cpu", source=source)
         self.start()
 
     def start(self) -> None:

@@ -28,10 +28,10 @@ class Scripted(Step):
         super().__init__(model, sampler, config)
         self.propose = propose
 
-    def _draft(self, slots: Tensor, residual: Tensor, hidden: Tensor) -> None:
-        super()._draft(slots, residual, hidden)
-        for slot, length in zip(slots.tolist(), self.length[slots].tolist(), strict=True):
-            self.drafts[slot] = torch.tensor(self.propose(slot, length))
+    def _draft(self, slots: Tensor, length: Tensor, residual: Tensor, hidden: Tensor) -> None:
+        super()._draft(slots, length, residual, hidden)
+        for slot, newest in zip(slots.tolist(), self.state.length[slots].tolist(), strict=True):
+            self.state.drafts[slot] = torch.tensor(self.propose(slot, newest))
 
 
 def from_text(text: list[int], k: int, right: float, seed: int, vocab_size: int, eos: int) -> Propose:

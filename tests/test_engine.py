@@ -219,10 +219,18 @@ def poison(engine: Engine) -> None:
         value = getattr(cache, name)
         for tensor in value if isinstance(value, list) else [value]:
             tensor.fill_(torch.nan if tensor.is_floating_point() else tensor.shape[0])
-    for tensor in (step.token, step.length, step.drafts, step.pending, step.rejected, step.history):
+    for tensor in (
+        step.state.token,
+        step.state.length,
+        step.state.drafts,
+        step.state.pending,
+        step.state.rejected,
+        step.state.history,
+    ):
         tensor.random_(0, 90, generator=torch.Generator().manual_seed(0))
-    if step.log_q is not None:
-        step.log_q.fill_(torch.nan)
+    if step.sampler.proposals is not None:
+        step.sampler.proposals.logits.fill_(torch.nan)
+        step.sampler.proposals.scale.fill_(torch.nan)
 
 
 @pytest.mark.parametrize("k", [0, 3])

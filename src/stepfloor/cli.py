@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 convert = typer.Typer(no_args_is_help=True, help="Make checkpoints.")
 app.add_typer(convert, name="convert")
+bench = typer.Typer(no_args_is_help=True, help="Measure, with the floor beside every figure.")
+app.add_typer(bench, name="bench")
 
 Model = Annotated[str, typer.Argument(help="A checkpoint directory or a Hugging Face id (owner/name).")]
 AnyModel = Annotated[
@@ -210,6 +212,68 @@ def convert_random(
     write_with_progress(plan, dst, seed=seed, jobs=jobs)
 
 
+@bench.command("step")
+def bench_step(
+    model: Annotated[
+        str | None, typer.Argument(help="A checkpoint to load; without one, random weights at full size.")
+    ] = None,
+    mix: Annotated[str, typer.Option("--format", help="Formats of random weights: a, b, b', c or c'.")] = ("a"),
+    config: Annotated[Path | None, typer.Option(help="config.json of the random model; without it, full size.")] = None,
+    sequences: Annotated[str, typer.Option(help="Decoding together; a list is 1,4,16.")] = "1,4,16",
+    spec_tokens: Annotated[str, typer.Option(help="Drafts a step; a list is 0,3.")] = "0,3",
+    context: Annotated[str, typer.Option(help="Tokens a sequence holds in the middle of the run; a list.")] = "700",
+    acceptance_length: Annotated[
+        int, typer.Option(help="Tokens each sequence is made to take a step; 0 for what the target accepts.")
+    ] = 3,
+    steps: Annotated[int, typer.Option(min=4, help="Timed steps of a cell.")] = 200,
+    prefill: Annotated[int, typer.Option(help="Time the prefill of a prompt of so many tokens too; 0 does not.")] = 0,
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto or fp8.")] = "auto",
+    ngram_table: Annotated[str, typer.Option(help="device or pinned.")] = "device",
+    device: Annotated[str, typer.Option(help="cuda, cuda:1, or cpu with a small model.")] = "cuda",
+    count_experts: Annotated[bool, typer.Option(help="Count distinct experts in a second run of each cell.")] = True,
+    profile: Annotated[bool, typer.Option(help="Profile a few steps of each cell.")] = True,
+    commit: Annotated[str, typer.Option(help="What was checked out, for the record.")] = "",
+    output: Annotated[Path | None, typer.Option(help="Write the JSON line here too.")] = None,
+) -> None:
+    """Time decode steps offline, beside the bytes they must read."""
+    from stepfloor.config import ModelConfig
+    from stepfloor.tools.bench.step import MIXES, Plan, random_checkpoint, run_and_report
+
+    if mix not in MIXES:
+        raise UserError(f"--format must be one of {', '.join(MIXES)}; got {mix!r}")
+    if model is None:
+        source = _package_file("full_config.json") if config is None else config
+        checkpoint = random_checkpoint(ModelConfig.read(source), MIXES[mix])
+    else:
+        checkpoint = _open(model)
+    plan = Plan(
+        mix if model is None else Path(model).name,
+        _integers(sequences, "--sequences", 1),
+        _integers(spec_tokens, "--spec-tokens", 0),
+        _integers(context, "--context", 1),
+        acceptance_length or None,
+        steps,
+        device,
+        prefill,
+        kv_cache_dtype,
+        ngram_table,
+        count_experts,
+        profile,
+    )
+    run_and_report(checkpoint, plan, model is None, commit, output)
+
+
+def _integers(text: str, option: str, least: int) -> tuple[int, ...]:
+    """The integers of a comma-separated list."""
+    try:
+        values = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        values = ()
+    if not values or min(values) < least:
+        raise UserError(f"{option} wants integers of at least {least} with commas between, like 1,4,16; got {text!r}")
+    return values
+
+
 Source = Annotated[str, typer.Argument(help="A checkpoint directory, or an id that is in the Hugging Face cache.")]
 Result = Annotated[
     str, typer.Argument(help="owner/name for the Hugging Face cache, or a path that begins with ./ or /.")
@@ -315,7 +379,12 @@ def _local(model: str, revision: str | None) -> Path:
 
 def _shipped() -> str:
     """The small model inside the package."""
-    return str(Path(__file__).parent / "shipped")
+    return str(_package_file(""))
+
+
+def _package_file(name: str) -> Path:
+    """A file that ships beside the small model."""
+    return Path(__file__).parent / "shipped" / name
 
 
 def _overrides(text: str | None) -> dict[str, Any]:

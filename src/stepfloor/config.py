@@ -169,12 +169,17 @@ class ModelConfig:
     def load(cls, directory: Path, hf_overrides: Mapping[str, Any] | None = None) -> "ModelConfig":
         """Read config.json of a checkpoint directory. Raises UserError if it is absent, broken or foreign."""
         path = directory / "config.json"
+        if not path.is_file():
+            raise UserError(f"a checkpoint needs config.json; {directory} has none; pass the model's directory")
+        return cls.read(path, hf_overrides)
+
+    @classmethod
+    def read(cls, path: Path, hf_overrides: Mapping[str, Any] | None = None) -> "ModelConfig":
+        """Read one config.json. Raises UserError if it is absent, broken or foreign."""
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise UserError(
-                f"a checkpoint needs config.json; {directory} has none; pass the model's directory"
-            ) from None
+        except OSError as error:
+            raise UserError(f"{path} cannot be read ({error.strerror}); pass the path of a config.json") from None
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise UserError(f"{path} is not valid JSON ({error}); download it again") from None
         return cls.from_dict(raw, source=str(path), hf_overrides=hf_overrides)
@@ -214,6 +219,9 @@ class EngineConfig:
     max_model_len           context in tokens, prompt and output together
     max_num_batched_tokens  longest prefill chunk in tokens
     block_size              tokens per page of the key/value cache
+    kv_cache_dtype          auto is the model's dtype; fp8 is E4M3 without scales
+    ngram_table             where the n-gram table lies: with the model, or in pinned host memory that kernels read
+    enforce_eager           run decode steps kernel by kernel instead of as captured graphs
     """
 
     spec_tokens: int = 3
@@ -222,6 +230,9 @@ class EngineConfig:
     max_model_len: int = 4096
     max_num_batched_tokens: int = 512
     block_size: int = 64
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    ngram_table: Literal["device", "pinned"] = "device"
+    enforce_eager: bool = False
     device: str = "cpu"
 
     def check(self, model: ModelConfig) -> None:
@@ -232,6 +243,8 @@ class EngineConfig:
             raise UserError("this checkpoint has no drafter (mtp.*); pass --spec-tokens 0")
         if self.acceptance not in ("standard", "coupled"):
             raise UserError(f"--acceptance must be standard or coupled; got {self.acceptance!r}")
+        if self.kv_cache_dtype not in ("auto", "fp8"):
+            raise UserError(f"--kv-cache-dtype must be auto or fp8; got {self.kv_cache_dtype!r}")
         if self.max_num_seqs < 1 or self.max_num_batched_tokens < 1:
             raise UserError(
                 "--max-num-seqs and --max-num-batched-tokens must be at least 1; "

@@ -11,6 +11,7 @@ from stepfloor.cache.tensors import num_pages, positions_needed
 from stepfloor.config import EngineConfig
 from stepfloor.errors import UserError
 from stepfloor.model.load import is_small, load_model
+from stepfloor.model.model import Model
 from stepfloor.request import Batch, Piece, Request
 from stepfloor.sampler.sampler import Sampler
 from stepfloor.scheduler.scheduler import Scheduler
@@ -73,11 +74,15 @@ class Engine:
         config: EngineConfig,
         tokenizer: Tokenizer | None = None,
         on_layer: Callable[[int, int], None] | None = None,
+        model: Model | None = None,
+        forced_accept: int | None = None,
     ) -> None:
         """Load the weights and allocate the cache.
 
-        tokenizer  None for a checkpoint without one: requests then carry ids, and pieces carry no text
-        on_layer   called as (layers loaded, layers in all), for a progress bar
+        tokenizer      None for a checkpoint without one: requests then carry ids, and pieces carry no text
+        on_layer       called as (layers loaded, layers in all), for a progress bar
+        model          of this checkpoint, loaded before for positions and rows enough; None loads it here
+        forced_accept  drafts taken of each window whatever the target says, to time steps: the text means nothing
         Raises UserError for a configuration that this model cannot serve.
         """
         model_config = checkpoint.config
@@ -87,10 +92,24 @@ class Engine:
         self.tokenizer = tokenizer
         if config.device == "cpu" and is_small(checkpoint):
             torch.set_num_threads(1)
-        model = load_model(
-            checkpoint, positions_needed(config), config.device, on_layer, drafter=config.spec_tokens > 0
+        if model is None:
+            model = load_model(
+                checkpoint,
+                positions_needed(config),
+                config.device,
+                on_layer,
+                drafter=config.spec_tokens > 0,
+                decode_rows=config.max_num_seqs * (config.spec_tokens + 1),
+                table_on="cpu" if config.ngram_table == "pinned" else None,
+            )
+        sampler = Sampler(
+            self.vocab_size,
+            config.max_num_seqs,
+            config.spec_tokens,
+            config.acceptance,
+            config.device,
+            forced_accept,
         )
-        sampler = Sampler(self.vocab_size, config.max_num_seqs, config.spec_tokens, config.acceptance, config.device)
         self.step = Step(model, sampler, config)
         self.scheduler = Scheduler(
             config.max_num_seqs,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from stepfloor.formats.codec import PackedWeight
 from stepfloor.model import load
+from stepfloor.model.tensors import DTYPES
 from stepfloor.tools.convert import plan_random, write_random
 from stepfloor.weights.checkpoint import Checkpoint, open_checkpoint
 from tests.checkpoints import ALL_RELEASES, make_tiny, tiny_config
@@ -32,7 +33,7 @@ def decoded(checkpoint: Checkpoint) -> dict[str, Tensor]:
             continue
         entries = weight.parts | (shared if name.startswith(f"{table.name}.shard_") else {})
         parts = {
-            suffix: torch.frombuffer(bytearray(entry.read()), dtype=load.DTYPES[entry.dtype]).reshape(entry.shape)
+            suffix: torch.frombuffer(bytearray(entry.read()), dtype=DTYPES[entry.dtype]).reshape(entry.shape)
             for suffix, entry in entries.items()
         }
         if weight.format in ("bf16", "fp32", "int64"):

@@ -75,8 +75,8 @@ def decode(step: Step, first: list[int], tokens: int) -> Iterator[list[int]]:
 def committed(step: Step, slot: int = 0) -> dict[str, Tensor]:
     """What a slot's committed tokens left behind, independent of k and of what was drafted and rejected."""
     model, cache, config = step.model, step.cache, step.model.config
-    length, pending, rejected = (int(t[slot]) for t in (step.length, step.pending, step.rejected))
-    out = {name: getattr(step, name)[slot].clone() for name in ("token", "length", "history")}
+    length, pending, rejected = (int(t[slot]) for t in (step.state.length, step.state.pending, step.state.rejected))
+    out = {name: getattr(step.state, name)[slot].clone() for name in ("token", "length", "history")}
     taps = config.linear_conv_kernel_dim - 1
     for layer in model.layers:
         if isinstance(layer.attention, LinearAttention):
@@ -84,8 +84,7 @@ def committed(step: Step, slot: int = 0) -> dict[str, Tensor]:
             state = cache.state[i][slot].clone()
             if pending:
                 raw, gates = cache.raw_rows[i][slot, : taps + pending], cache.gate_rows[i][slot, :pending]
-                constants = (part.conv_weight, part.a_log, part.dt_bias)
-                rows = delta_rows(raw, gates, *constants, config.linear_num_key_heads, config.linear_key_head_dim)
+                rows = delta_rows(raw, gates, part.constants)
                 delta_rule(rows, state, 0, rows.beta.shape[0])
             out[f"state {i}"] = state
             out[f"convolution {i}"] = cache.raw_rows[i][slot, pending : pending + taps].clone()
@@ -121,14 +120,14 @@ def plain(checkpoint: Checkpoint) -> dict[SamplingParams, tuple[list[int], dict[
         step = make_step(checkpoint, engine_config(spec_tokens=0))
         states, text = {}, []
         for ids in decode(step, prefill(step, len(PROMPT), sampling), NEW + 16):
-            states[int(step.length[0])] = committed(step)
+            states[int(step.state.length[0])] = committed(step)
             text = [*PROMPT, *ids]
         config = engine_config(spec_tokens=1)
         base = make_step(checkpoint, config)
         wrong = Scripted(base.model, base.sampler, config, from_text(text, 1, 0.0, 0, VOCAB, EOS))
         for _ in decode(wrong, prefill(wrong, len(PROMPT), sampling), NEW + 16):
             drafter = {name: t for name, t in committed(wrong).items() if name.endswith("drafter")}
-            states[int(wrong.length[0])] |= drafter
+            states[int(wrong.state.length[0])] |= drafter
         out[sampling] = text, states
     assert EOS in out[MANY_EOS][0][len(PROMPT) :]
     return out
@@ -152,8 +151,8 @@ def test_ids_and_state_are_those_of_plain_decoding(
     for ids in decode(step, prefill(step, 5, sampling), NEW):
         counts.append(len(ids))
         assert ids == text[len(PROMPT) :][: len(ids)]
-        assert int(step.length[0]) == len(PROMPT) + len(ids) - 1
-        assert not differences(committed(step), states[int(step.length[0])])
+        assert int(step.state.length[0]) == len(PROMPT) + len(ids) - 1
+        assert not differences(committed(step), states[int(step.state.length[0])])
     emitted = [b - a for a, b in pairwise(counts)]
     if right in (0.0, 1.0):
         assert set(emitted) == {1 if right == 0.0 else k + 1}
@@ -170,9 +169,9 @@ def test_the_comparison_sees_a_row_too_many(
     base = make_step(checkpoint, config)
     step = Scripted(base.model, base.sampler, config, from_text(text, 3, 0.0, 1, VOCAB, EOS))
     *_, ids = decode(step, prefill(step, 5, MANY_EOS), 8)
-    step.pending[0] += 1
-    step.rejected[0] -= 1
-    wrong = differences(committed(step), states[int(step.length[0])])
+    step.state.pending[0] += 1
+    step.state.rejected[0] -= 1
+    wrong = differences(committed(step), states[int(step.state.length[0])])
     assert {"state 0", "convolution 0", "n-gram rows"} <= set(wrong)
     assert len(ids) >= 8
 
@@ -184,7 +183,7 @@ def test_the_drafter_is_filled_during_prefill(checkpoint: Checkpoint, oracle: Or
     first = prefill(whole, len(PROMPT), GREEDY)
     assert prefill(parts, chunk, GREEDY) == first
     assert not differences(committed(parts), committed(whole))
-    assert torch.equal(parts.drafts[0], whole.drafts[0])
+    assert torch.equal(parts.state.drafts[0], whole.state.drafts[0])
     following = torch.tensor([*PROMPT[1:], *first])
     with torch.no_grad():
         embedding = oracle.model.model.embed_tokens(following)
@@ -192,7 +191,7 @@ def test_the_drafter_is_filled_during_prefill(checkpoint: Checkpoint, oracle: Or
         logits = oracle.model.lm_head(mixed[-1])
     best, second = logits.topk(2).values
     assert best - second > 1e-4, "choose a seed without a near-tie"
-    assert int(whole.drafts[0, 0]) == int(logits.argmax())
+    assert int(whole.state.drafts[0, 0]) == int(logits.argmax())
 
 
 # What follows goes through the engine: drafts are the true continuation.

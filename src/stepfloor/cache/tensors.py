@@ -22,6 +22,8 @@ class Rows:
     pending   [B] int64, rows of the last decode step that were accepted and are not in the recurrent state yet
     rejected  [B] int64, rows of the last decode step that were not accepted
     history   [B, ngram_size - 1] int64, the committed tokens before the first row
+    settled   whether slots, pending and what earlier steps left in a layer's recurrent state and kept rows were final
+              before something that is no dependent launch, which the step queued before its first layer
     """
 
     tokens: Tensor
@@ -31,13 +33,14 @@ class Rows:
     rejected: Tensor
     history: Tensor
     chunk: bool
+    settled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class CacheTensors:
     """The device memory of all sequences. Lists run over layers of their kind; the drafter's layer comes last.
 
-    keys, values  [pages, P, KV heads, head_dim]
+    keys, values  [pages, P, KV heads, head_dim] in the model's dtype or E4M3
     block_keys    [pages, P / ratio, indexer_head_dim]
     raw_keys      [slots, ring, indexer_head_dim]
     page_table    [slots, pages of the longest sequence] int64
@@ -92,13 +95,14 @@ def allocate(config: ModelConfig, engine: EngineConfig, dtype: torch.dtype) -> C
     def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
+    stored = torch.float8_e4m3fn if engine.kv_cache_dtype == "fp8" else dtype
     page = (pages, engine.block_size, config.num_key_value_heads, config.head_dim)
     block_page = (pages, engine.block_size // config.indexer_compress_ratio, config.indexer_head_dim)
     ring = config.indexer_compress_ratio + engine.spec_tokens
     heads = config.linear_num_value_heads
     return CacheTensors(
-        keys=[zeros(*page) for _ in range(sparse)],
-        values=[zeros(*page) for _ in range(sparse)],
+        keys=[zeros(*page, dtype=stored) for _ in range(sparse)],
+        values=[zeros(*page, dtype=stored) for _ in range(sparse)],
         block_keys=[zeros(*block_page) for _ in range(sparse)],
         raw_keys=[zeros(slots, ring, config.indexer_head_dim) for _ in range(sparse)],
         page_table=zeros(slots, longest, dtype=torch.int64),

@@ -1,10 +1,13 @@
 """From a checkpoint's tensors to a Model: parts that share an input are stacked, norms get their 1 once.
 
 Source: tensor names and layouts of the `qwen4_exp` releases, `weights`. On the CPU, matrices are mapped from the
-file and decoded as they are used; only small models are decoded once (see `is_small`).
+file and decoded as they are used; only small models are decoded once (see `is_small`). On a GPU they are read there
+and put, once, into the order in which the kernels stream them.
 """
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
@@ -13,6 +16,13 @@ from torch import Tensor
 from stepfloor.config import SPARSE
 from stepfloor.errors import UserError
 from stepfloor.formats.codec import PackedWeight, stack_rows
+from stepfloor.kernels.gdn_decode import DeltaConstants
+from stepfloor.kernels.hc_down import hc_down_repack
+from stepfloor.kernels.hc_mix import hc_mix_repack
+from stepfloor.kernels.linear import linear_repack
+from stepfloor.kernels.moe_down import moe_down_repack
+from stepfloor.kernels.moe_gate_up import moe_gate_up_repack
+from stepfloor.kernels.ngram_gather import GatherTable, ngram_gather_table
 from stepfloor.kernels.qsa_prepare import SparseNorms
 from stepfloor.model.model import (
     Drafter,
@@ -26,18 +36,12 @@ from stepfloor.model.model import (
     SparseAttention,
 )
 from stepfloor.model.rope import rope_tables
+from stepfloor.model.tensors import DTYPES, MappedTensors, StreamedTensors, TensorSource
 from stepfloor.weights.checkpoint import Checkpoint, Weight
 from stepfloor.weights.expected import shard_heights
-from stepfloor.weights.headers import Entry
 
-DTYPES = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "U8": torch.uint8,
-    "I64": torch.int64,
-}
+logger = logging.getLogger(__name__)
+
 SMALL_BYTES = 1 << 30
 
 
@@ -57,34 +61,59 @@ def load_model(
     device: str,
     on_layer: Callable[[int, int], None] | None = None,
     drafter: bool = True,
+    decode_rows: int = 1,
+    table_on: str | None = None,
+    source: TensorSource | None = None,
 ) -> Model:
     """Build the model from a checkpoint that passed its census.
 
-    positions  positions the rotary tables cover; drafter  False leaves the drafter out
-    on_layer   called as (layers done, layers in all), for a progress bar
+    positions    positions the rotary tables cover; drafter  False leaves the drafter out
+    on_layer     called as (layers done, layers in all), for a progress bar
+    decode_rows  most rows of a decode step: kernels for so many are made ready
+    table_on     where the n-gram table lies: "cpu" is pinned host memory for a model on a GPU; None: with the model
+    source       of the tensors' values; None reads the checkpoint's files
     Raises UserError where stored values forbid stacking (gate and up with different global scales).
     """
-    return _Loader(checkpoint, device).model(positions, on_layer, drafter)
+    if source is not None:
+        return _Loader(checkpoint, device, source, decode_rows, table_on).model(positions, on_layer, drafter)
+    if device == "cpu":
+        return _Loader(checkpoint, device, MappedTensors(), decode_rows, table_on).model(positions, on_layer, drafter)
+    streamed = StreamedTensors(torch.device(device))
+    try:
+        return _Loader(checkpoint, device, streamed, decode_rows, table_on).model(positions, on_layer, drafter)
+    finally:
+        streamed.close()
 
 
 class _Loader:
-    def __init__(self, checkpoint: Checkpoint, device: str) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, device: str, source: TensorSource, decode_rows: int, table_on: str | None
+    ) -> None:
         self.config = checkpoint.config
         self.weights = checkpoint.weights
         self.device = device
+        self.source = source
+        self.decode_rows = decode_rows
+        self.table_on = table_on
+        self.on_gpu = device != "cpu"
         self.decode_all = device == "cpu" and is_small(checkpoint)
         self.dtype = DTYPES[self.weights["embed_tokens"].parts["weight"].dtype]
 
     def model(self, positions: int, on_layer: Callable[[int, int], None] | None, drafter: bool) -> Model:
         config = self.config
         cos, sin = rope_tables(config.rope, positions, self.dtype, self.device)
+        kinds = config.layer_types
         layers: list[Layer] = []
-        counts = dict.fromkeys(config.layer_types, 0)
-        for i, kind in enumerate(config.layer_types):
-            layers.append(self._layer(f"layers.{i}", kind, counts[kind], i == config.ple_layer))
-            counts[kind] += 1
-            if on_layer is not None:
-                on_layer(i + 1, config.num_hidden_layers)
+
+        def layer(i: int) -> Layer:
+            return self._layer(f"layers.{i}", kinds[i], kinds[:i].count(kinds[i]), i == config.ple_layer)
+
+        # two at a time: while one layer is put in order on the device, the next is read
+        with ThreadPoolExecutor(2 if self.on_gpu else 1) as pool:
+            for made in pool.map(layer, range(len(kinds))):
+                layers.append(made)
+                if on_layer is not None:
+                    on_layer(len(layers), len(kinds))
         head = self._projection("lm_head")
         return Model(
             config,
@@ -92,7 +121,7 @@ class _Loader:
             tuple(layers),
             self._hyper_connection("hyper_connection_mixer", inject=False),
             head,
-            self._drafter(counts.get(SPARSE, 0), head) if drafter and config.has_drafter else None,
+            self._drafter(kinds.count(SPARSE), head) if drafter and config.has_drafter else None,
             cos,
             sin,
         )
@@ -121,20 +150,35 @@ class _Loader:
         )
 
     def _hyper_connection(self, prefix: str, inject: bool = True) -> HyperConnection:
-        down = [f"{prefix}.input_mix_weight_down"] + ([f"{prefix}.block_inject_weight"] if inject else [])
-        return HyperConnection(
+        names = [f"{prefix}.input_mix_weight_down"] + ([f"{prefix}.block_inject_weight"] if inject else [])
+        norm, down, up = (
             self._norm(f"{prefix}.hc_norm"),
-            self._projection(*down),
-            self._projection(f"{prefix}.input_mix_weight_up"),
+            self._joined(names),
+            self._joined([f"{prefix}.input_mix_weight_up"]),
+        )
+        if not self.on_gpu:
+            return HyperConnection(norm, down, up)
+        rank, streams, rows = self.config.hc_lowrank, self.config.hc_count, self.decode_rows
+        return HyperConnection(
+            norm,
+            hc_down_repack(down, rank, streams, self.device, max_rows=rows),
+            hc_mix_repack(up, streams, self.device, max_rows=rows),
         )
 
     def _linear_attention(self, prefix: str) -> LinearAttention:
+        config = self.config
         return LinearAttention(
             self._projection(*(f"{prefix}.in_proj_{part}" for part in ("qkv", "z", "b", "a"))),
-            self._vector(f"{prefix}.conv1d").squeeze(1).float(),
-            self._vector(f"{prefix}.A_log").float(),
-            self._vector(f"{prefix}.dt_bias").float(),
-            self._vector(f"{prefix}.norm"),
+            DeltaConstants(
+                conv_weight=self._vector(f"{prefix}.conv1d").squeeze(1).float(),
+                a_log=self._vector(f"{prefix}.A_log").float(),
+                dt_bias=self._vector(f"{prefix}.dt_bias").float(),
+                norm_weight=self._vector(f"{prefix}.norm"),
+                key_heads=config.linear_num_key_heads,
+                key_dim=config.linear_key_head_dim,
+                eps=config.rms_norm_eps,
+                activation=config.output_gate_type,
+            ),
             self._projection(f"{prefix}.out_proj"),
         )
 
@@ -155,45 +199,54 @@ class _Loader:
     def _experts(self, prefix: str) -> Experts:
         shared = f"{prefix}.shared_expert"
         fused = f"{prefix}.experts.gate_up_proj" in self.weights
-        return Experts(
-            self._projection(f"{prefix}.gate"),
-            self._projection(f"{shared}.gate_proj", f"{shared}.up_proj"),
-            self._projection(f"{prefix}.shared_expert_gate"),
-            self._projection(f"{shared}.down_proj"),
+        gate_up = (
             self._matrix(f"{prefix}.experts.gate_up_proj")
             if fused
-            else self._stacked_experts(prefix, "gate_proj", "up_proj"),
-            self._matrix(f"{prefix}.experts.down_proj") if fused else self._stacked_experts(prefix, "down_proj"),
+            else self._stacked_experts(prefix, "gate_proj", "up_proj")
         )
-
-    def _stacked_experts(self, prefix: str, *parts: str) -> PackedWeight:
-        """Per-expert matrices as one stack, the named parts joined along their rows."""
-        experts = [
-            self._joined([f"{prefix}.experts.{e}.{part}" for part in parts]) for e in range(self.config.num_experts)
-        ]
-        first = experts[0]
-
-        def stack(tensors: list[Tensor | None]) -> Tensor | None:
-            present = [t for t in tensors if t is not None]
-            return torch.stack(present) if present else None
-
-        return replace(
-            first,
-            data=torch.stack([e.data for e in experts]),
-            scale=stack([e.scale for e in experts]),
-            scale_2=stack([e.scale_2 for e in experts]),
+        down = self._matrix(f"{prefix}.experts.down_proj") if fused else self._stacked_experts(prefix, "down_proj")
+        shared_down = self._joined([f"{shared}.down_proj"])
+        router = self._projection(
+            f"{prefix}.gate", f"{shared}.gate_proj", f"{shared}.up_proj", f"{prefix}.shared_expert_gate"
         )
+        if not self.on_gpu:
+            return Experts(router, shared_down, gate_up, down)
+        topk, rows = self.config.num_experts_per_tok, self.decode_rows
+        tiled_gate_up = moe_gate_up_repack(gate_up, topk, self.device, max_rows=rows)
+        tiled_down, tiled_shared = moe_down_repack(down, shared_down, topk, self.device, max_rows=rows)
+        return Experts(router, tiled_shared, tiled_gate_up, tiled_down)
 
-    def _joined(self, names: list[str]) -> PackedWeight:
-        matrices = [self._matrix(name) for name in names]
-        if len(matrices) == 1:
-            return matrices[0]
+    def _stacked_experts(self, prefix: str, *leaves: str) -> PackedWeight:
+        """Per-expert matrices as one stack, the named ones of an expert joined along their rows."""
+        stacks = [self._stack(prefix, leaf) for leaf in leaves]
+        if len(stacks) == 1:
+            return stacks[0]
         try:
-            return stack_rows(matrices)
+            return stack_rows(stacks)
         except ValueError as error:
-            raise UserError(f"{names[0]} and {names[-1]} cannot share a kernel: {error}; convert again") from None
+            raise UserError(
+                f"{prefix}.experts.*.{leaves[0]} and {leaves[1]} cannot share a kernel: {error}; convert again"
+            ) from None
+
+    def _stack(self, prefix: str, leaf: str) -> PackedWeight:
+        """One matrix of every expert."""
+        weights = [self.weights[f"{prefix}.experts.{e}.{leaf}"] for e in range(self.config.num_experts)]
+        first = weights[0]
+        if any(w.format != first.format for w in weights):
+            raise UserError(
+                f"{prefix}.experts.*.{leaf} are stored in {sorted({w.format for w in weights})}; one kernel reads "
+                "them all; export them in one format"
+            )
+        return self._packed(first, self.source.stacked(weights), (len(weights),))
 
     def _projection(self, *names: str) -> Projection:
+        """Matrices that share an input, ready for `linear`."""
+        joined = self._joined(names)
+        if not self.on_gpu:
+            return joined
+        return tuple(linear_repack(matrix, self.device, max_rows=self.decode_rows) for matrix in joined)
+
+    def _joined(self, names: Sequence[str]) -> tuple[PackedWeight, ...]:
         """Matrices that share an input: neighbours that can be stacked are, the others stay side by side."""
         joined: list[PackedWeight] = []
         for name in names:
@@ -224,49 +277,58 @@ class _Loader:
             self._vector(f"{prefix}.conv1d").squeeze(1).float(),
         )
 
-    def _table(self, prefix: str) -> tuple[PackedWeight, ...]:
-        """The table's shards as mapped from the file; never copied, it may be larger than the memory."""
+    def _table(self, prefix: str) -> tuple[PackedWeight, ...] | GatherTable:
+        """The table's shards; on the CPU as mapped from the file, never copied: it may be larger than the memory."""
         # split_ngram_parts may promise more shards than there are rows for
         count = len(shard_heights(self.config))
-        shards = [self._stored(self.weights[f"{prefix}.shard_{i}"]) for i in range(count)]
+        stored = [self.weights[f"{prefix}.shard_{i}"] for i in range(count)]
+        shards = [_with_scales(weight, self._table_parts(weight)) for weight in stored]
         table = self.weights.get(prefix)
         if table is not None:
-            scalars = {suffix: _tensor(entry) for suffix, entry in table.parts.items()}
+            shared = self._table_parts(table)
             shards = [
-                replace(s, scale=scalars.get("weight_scale", s.scale), scale_2=scalars.get("weight_scale_2", s.scale_2))
+                replace(s, scale=shared.get("weight_scale", s.scale), scale_2=shared.get("weight_scale_2", s.scale_2))
                 for s in shards
             ]
         if self.decode_all:
             whole = torch.cat([s.dequantize() for s in shards])
             return (PackedWeight("fp32", (whole.shape[0], whole.shape[1]), whole),)
-        return tuple(shards)
+        return ngram_gather_table(shards, self.device) if self.on_gpu else tuple(shards)
+
+    def _table_parts(self, weight: Weight) -> dict[str, Tensor]:
+        parts = self.source.parts(weight)
+        if self.on_gpu and self.table_on == "cpu":
+            # kernels read pinned memory by its address; a shard passes through the device on its way
+            parts = {suffix: tensor.cpu().pin_memory() for suffix, tensor in parts.items()}
+        return parts
 
     def _matrix(self, name: str) -> PackedWeight:
-        packed = self._stored(self.weights[name]).to(self.device)
+        weight = self.weights[name]
+        return self._packed(weight, self.source.parts(weight))
+
+    def _packed(self, weight: Weight, parts: dict[str, Tensor], stack: tuple[int, ...] = ()) -> PackedWeight:
+        packed = _with_scales(weight, parts, stack)
         if self.decode_all:
             return PackedWeight("fp32", packed.shape, packed.dequantize().contiguous())
         return packed
 
-    def _stored(self, weight: Weight) -> PackedWeight:
-        parts = {suffix: _tensor(entry) for suffix, entry in weight.parts.items()}
-        n, k = weight.shape[-2:]
-        scale = parts.get("weight_scale", parts.get("weight_scale_inv"))
-        if scale is not None and weight.format == "fp8_block":
-            scale = scale.reshape(-(-n // 128), -(-k // 128))
-        elif scale is not None and weight.format == "fp8_channel":
-            scale = scale.reshape(n)
-        scale_2 = parts.get("weight_scale_2")
-        return PackedWeight(
-            weight.format, (n, k), parts["weight"], scale, None if scale_2 is None else scale_2.reshape(())
-        )
-
     def _vector(self, name: str) -> Tensor:
-        return _tensor(self.weights[name].parts["weight"]).to(self.device)
+        return self.source.parts(self.weights[name])["weight"]
 
     def _norm(self, name: str) -> Tensor:
         """Scale of a norm whose stored weight is centred on zero."""
         return 1.0 + self._vector(name).float()
 
 
-def _tensor(entry: Entry) -> Tensor:
-    return torch.frombuffer(entry.read(), dtype=DTYPES[entry.dtype]).reshape(entry.shape)
+def _with_scales(weight: Weight, parts: dict[str, Tensor], stack: tuple[int, ...] = ()) -> PackedWeight:
+    """A stored matrix, or a stack of matrices like `weight`, its scales in the shapes of PackedWeight."""
+    n, k = weight.shape[-2:]
+    scale = parts.get("weight_scale", parts.get("weight_scale_inv"))
+    if scale is not None and weight.format == "fp8_block":
+        scale = scale.reshape(*stack, -(-n // 128), -(-k // 128))
+    elif scale is not None and weight.format == "fp8_channel":
+        scale = scale.reshape(*stack, n)
+    scale_2 = parts.get("weight_scale_2")
+    return PackedWeight(
+        weight.format, (n, k), parts["weight"], scale, None if scale_2 is None else scale_2.reshape(stack)
+    )

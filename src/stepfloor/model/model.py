@@ -5,32 +5,37 @@ residual is S streams of width D; a sub-layer reads one mixed vector of D and wr
 That write waits for the next read, since the two are one operator (hc_down).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from stepfloor.cache.tensors import CacheTensors, Rows
 from stepfloor.config import ModelConfig
 from stepfloor.formats.codec import PackedWeight
 from stepfloor.kernels.embed import embed
-from stepfloor.kernels.gdn_decode import gdn_decode
+from stepfloor.kernels.gdn_decode import DeltaConstants, gdn_decode
 from stepfloor.kernels.gdn_prefill import gdn_prefill
-from stepfloor.kernels.hc_down import hc_down
-from stepfloor.kernels.hc_mix import hc_mix
-from stepfloor.kernels.linear import linear
-from stepfloor.kernels.moe_down import moe_down
+from stepfloor.kernels.hc_down import StreamedDown, hc_down
+from stepfloor.kernels.hc_mix import StreamedMix, hc_mix
+from stepfloor.kernels.linear import MAX_ROWS, StreamedWeight, linear
+from stepfloor.kernels.moe_down import TiledExperts, TiledShared, moe_down
 from stepfloor.kernels.moe_gate_up import moe_gate_up
 from stepfloor.kernels.moe_route import moe_route
 from stepfloor.kernels.mtp_fuse import mtp_fuse
-from stepfloor.kernels.ngram_gather import ngram_gather
+from stepfloor.kernels.mtp_norm import mtp_norm
+from stepfloor.kernels.ngram_gather import GatherTable, ngram_gather
 from stepfloor.kernels.ngram_rows import ngram_rows
 from stepfloor.kernels.ple_mix import ple_mix
 from stepfloor.kernels.qsa_attend import qsa_attend
 from stepfloor.kernels.qsa_prepare import SparseCache, SparseNorms, SparseShape, qsa_prepare
 from stepfloor.kernels.qsa_select import qsa_select
 
-Projection = tuple[PackedWeight, ...]
+Matrices = tuple[PackedWeight, ...]
 """Matrices that share an input, outputs side by side; more than one where their formats differ."""
+Projection = tuple[PackedWeight | StreamedWeight, ...]
+"""The same, as `linear` reads them on the model's device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +43,16 @@ class HyperConnection:
     """norm_scale [S D] float32; down: [rank + S, S D], the write weights' rows last; up: [S D, rank]."""
 
     norm_scale: Tensor
-    down: Projection
-    up: Projection
+    down: tuple[PackedWeight | StreamedDown, ...]
+    up: tuple[PackedWeight | StreamedMix, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class LinearAttention:
-    """Gated delta net. project: q, k, v, z, b, a; conv_weight [C, taps]; a_log, dt_bias [HV]; norm_weight [V]."""
+    """Gated delta net. project: q, k, v, z, b, a."""
 
     project: Projection
-    conv_weight: Tensor
-    a_log: Tensor
-    dt_bias: Tensor
-    norm_weight: Tensor
+    constants: DeltaConstants
     out: Projection
 
 
@@ -65,14 +67,15 @@ class SparseAttention:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Mixture of experts. gate_up: E matrices [2 I, D], gate rows first; down: E matrices [D, I]."""
+    """Mixture of experts. router: the router, the shared expert's gate and up, its gate [1, D], in this order.
+
+    gate_up: E matrices [2 I, D], gate rows first; down: E matrices [D, I]; shared_down [D, Is].
+    """
 
     router: Projection
-    shared_gate_up: Projection
-    shared_gate: Projection
-    shared_down: Projection
-    gate_up: PackedWeight
-    down: PackedWeight
+    shared_down: tuple[PackedWeight | TiledShared, ...]
+    gate_up: PackedWeight | TiledExperts
+    down: PackedWeight | TiledExperts
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,7 @@ class NgramBlock:
     multipliers: Tensor
     sizes: Tensor
     offsets: Tensor
-    shards: tuple[PackedWeight, ...]
+    shards: tuple[PackedWeight, ...] | GatherTable
     key_value: Projection
     norm_key: Tensor
     norm_query: Tensor
@@ -126,7 +129,10 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Immutable after load. cos, sin [positions, rotary] cover every position a sequence may touch."""
+    """Immutable after load. cos, sin [positions, rotary] cover every position a sequence may touch.
+
+    on_routed  called with every layer and the experts [T, topk] its rows chose, while work is queued: it may queue more
+    """
 
     config: ModelConfig
     embedding: Tensor
@@ -136,6 +142,7 @@ class Model:
     drafter: Drafter | None
     cos: Tensor
     sin: Tensor
+    on_routed: Callable[[Layer, Tensor], None] | None = None
 
     def target(self, rows: Rows, cache: CacheTensors) -> tuple[Tensor, Tensor]:
         """Run rows through every layer.
@@ -156,16 +163,21 @@ class Model:
         Returns its residual before its mixer, which the next pass reads, and the mixed vector for its head.
         """
         config = self.config
-        fused = mtp_fuse(
+        hidden, token = mtp_norm(
             residual,
-            self.embedding[following.flatten()],
+            self.embedding,
+            following.flatten(),
             drafter.norm_hidden,
             drafter.norm_embedding,
-            drafter.fc_hidden,
-            drafter.fc_embedding,
             config.hc_count,
             config.rms_norm_eps,
         )
+        # S rows a token: a decode step may have more than `linear` takes for one, and the library's bits depend on
+        # how many there are
+        parts = (hidden,) if rows.chunk else hidden.split(MAX_ROWS // config.hc_count)
+        projected = [linear(part, drafter.fc_hidden) for part in parts]
+        streams = projected[0] if len(projected) == 1 else torch.cat(projected)
+        fused = mtp_fuse(streams, linear(token, drafter.fc_embedding))
         return self._final(drafter.mixer, self._layer(drafter.layer, Written(fused), rows, cache))
 
     def logits(self, hidden: Tensor, head: Projection | None = None) -> Tensor:
@@ -181,7 +193,7 @@ class Model:
         else:
             y = self._sparse_attention(layer.attention, layer.index, x, rows, cache)
         residual, x, weights = self._read(layer.mlp_hc, Written(residual, y, weights))
-        return Written(residual, self._experts(layer.experts, x), weights)
+        return Written(residual, self._experts(layer, x), weights)
 
     def _read(self, hc: HyperConnection, stream: Written) -> tuple[Tensor, Tensor, Tensor]:
         """Write what waits, then mix the streams: the residual, a sub-layer's input, and its write weights."""
@@ -205,22 +217,10 @@ class Model:
     def _linear_attention(
         self, attention: LinearAttention, index: int, x: Tensor, rows: Rows, cache: CacheTensors
     ) -> Tensor:
-        config = self.config
         projected = linear(x, attention.project)
-        constants = (
-            attention.conv_weight,
-            attention.a_log,
-            attention.dt_bias,
-            attention.norm_weight,
-            config.linear_num_key_heads,
-            config.linear_key_head_dim,
-            config.rms_norm_eps,
-            config.output_gate_type,
-        )
         if rows.chunk:
-            slot = int(rows.slots[0])
-            history = cache.raw_rows[index][slot, : config.linear_conv_kernel_dim - 1]
-            mixed = gdn_prefill(projected, cache.state[index][slot], history, *constants)
+            state, raw_rows = cache.state[index], cache.raw_rows[index]
+            mixed = gdn_prefill(projected, state, raw_rows, rows.slots, attention.constants)
         else:
             mixed = gdn_decode(
                 projected.unflatten(0, rows.tokens.shape),
@@ -229,7 +229,8 @@ class Model:
                 cache.gate_rows[index],
                 rows.slots,
                 rows.pending,
-                *constants,
+                attention.constants,
+                rows.settled,
             ).flatten(0, 1)
         return linear(mixed, attention.out)
 
@@ -276,15 +277,13 @@ class Model:
         )
         return linear(mixed.flatten(0, 1), attention.out)
 
-    def _experts(self, experts: Experts, x: Tensor) -> Tensor:
+    def _experts(self, layer: Layer, x: Tensor) -> Tensor:
+        experts, config = layer.experts, self.config
         ids, weights, shared, shared_gate = moe_route(
-            x,
-            experts.router,
-            experts.shared_gate_up,
-            experts.shared_gate,
-            self.config.num_experts_per_tok,
-            self.config.norm_topk_prob,
+            linear(x, experts.router), config.num_experts, config.num_experts_per_tok, config.norm_topk_prob
         )
+        if self.on_routed is not None:
+            self.on_routed(layer, ids)
         hidden = moe_gate_up(x, ids, experts.gate_up)
         return moe_down(hidden, ids, weights, experts.down, shared, shared_gate, experts.shared_down)
 

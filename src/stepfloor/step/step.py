@@ -2,47 +2,90 @@
 
 Everything a step needs to know about a sequence is on the device, by slot; the host sends integers when a sequence
 joins and reads the emitted ids. A prompt's last chunk ends like a step whose rows were all accepted.
+
+On a GPU the decode part of a step is one captured graph for each number of sequences (BUCKETS); slots that a batch
+leaves free point at the padding slot. The host queues a step, then reads the ids of the step before.
 """
 
+import logging
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from stepfloor.cache.tensors import Rows, allocate
 from stepfloor.config import EngineConfig
+from stepfloor.kernels.begin_rows import SlotState, begin_rows
+from stepfloor.kernels.commit_rows import commit_rows
 from stepfloor.model.model import Model
 from stepfloor.request import Batch, Chunk, Join
-from stepfloor.sampler.sampler import Sampler
+from stepfloor.sampler.sampler import Sampler, Stage
+
+logger = logging.getLogger(__name__)
+
+BUCKETS = (1, 2, 4, 8, 16)
+_POLL_S = 20e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the device says of some slots, on its way to the host.
+
+    ids    [B, R + 1] int64 on the host: emitted ids, then how many of them are accepted drafts
+    ready  recorded behind the copy; None where there is nothing to wait for
+    """
+
+    slots: tuple[int, ...]
+    ids: Tensor
+    ready: torch.cuda.Event | None
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """Ids that a step emitted, still on the device; wait() brings them to the host.
+    """Ids that a step emitted, still on their way; wait() reads them.
 
-    parts  (slots, emitted [B, R] int64, accepted [B] int64): row b holds accepted[b] drafts and one more id, which
-           is -1 where the logits were not finite; what stands behind that is no token
+    An id is -1 where the logits were not finite.
     """
 
-    parts: tuple[tuple[tuple[int, ...], Tensor, Tensor], ...]
+    reports: tuple[Report, ...]
 
     def wait(self) -> dict[int, list[int]]:
         """Emitted ids by slot, at least one each."""
         result: dict[int, list[int]] = {}
-        for slots, emitted, accepted in self.parts:
-            for slot, ids, count in zip(slots, emitted.tolist(), accepted.tolist(), strict=True):
-                result[slot] = ids[: count + 1]
+        for report in self.reports:
+            # asking does not stop the queue, as a synchronising call could
+            while report.ready is not None and not report.ready.query():
+                time.sleep(_POLL_S)
+            for slot, (*ids, accepted) in zip(report.slots, report.ids.tolist(), strict=False):
+                result[slot] = ids[: accepted + 1]
         return result
+
+
+@dataclass(slots=True)
+class DecodeGraph:
+    """The captured decode part of a step: slots [B] is what it reads, report [B, R + 1] what it leaves."""
+
+    graph: torch.cuda.CUDAGraph
+    slots: Tensor
+    report: Tensor
+    loaded: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Graphs:
+    """Decode graphs by number of sequences and by what the sampler does; they share one memory pool."""
+
+    made: dict[tuple[int, frozenset[Stage]], DecodeGraph] = field(default_factory=dict)
+    pool: Any = None
 
 
 class Step:
     """Device state of all slots, and the one function that advances it.
 
-    token    [slots] the newest token, not yet verified; length [slots] its position
-    drafts   [slots, k] tokens proposed after it; log_q [slots, k, V] their distribution, if acceptance needs it
-    pending, rejected  [slots] rows of the last step that count, and that do not
-    history  [slots, ngram_size - 1] the committed tokens before `token`
+    state  what begin_rows reads of each slot and commit_rows leaves there
     """
 
     def __init__(self, model: Model, sampler: Sampler, config: EngineConfig) -> None:
@@ -51,18 +94,24 @@ class Step:
         self.config = config
         self.cache = allocate(model.config, config, model.embedding.dtype)
         self.k = config.spec_tokens
+        self.on_gpu = model.embedding.is_cuda
+        self.device = model.embedding.device
         slots = config.max_num_seqs + 1
 
         def integers(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.int64, device=config.device)
+            return torch.zeros(shape, dtype=torch.int64, device=self.device)
 
-        self.token = integers(slots)
-        self.length = integers(slots)
-        self.drafts = integers(slots, self.k)
-        self.pending = integers(slots)
-        self.rejected = integers(slots)
-        self.history = integers(slots, model.config.ngram_size - 1)
-        self.log_q: Tensor | None = None
+        self.state = SlotState(
+            token=integers(slots),
+            length=integers(slots),
+            drafts=integers(slots, self.k),
+            pending=integers(slots),
+            rejected=integers(slots),
+            history=integers(slots, model.config.ngram_size - 1),
+        )
+        self.graphs = Graphs()
+        if self.on_gpu:
+            self._warm_up()
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> StepOutput:
@@ -72,87 +121,138 @@ class Step:
             self.sampler.release(slot)
         for join in batch.joins:
             self._join(join)
-        parts: list[tuple[tuple[int, ...], Tensor, Tensor]] = []
+        reports: list[Report] = []
         for chunk in batch.chunks:
             token = self._prefill(chunk)
             if token is not None:
-                parts.append(((chunk.slot,), token[:, None], torch.zeros_like(token)))
+                report = torch.cat((token[:, None], torch.zeros_like(token)[:, None]), 1)
+                reports.append(self._to_host((chunk.slot,), report))
         if batch.decodes:
-            parts.append((batch.decodes, *self._decode(self._tensor(batch.decodes))))
-        return StepOutput(tuple(parts))
+            reports.append(self._to_host(batch.decodes, self._run_decodes(batch.decodes)))
+        return StepOutput(tuple(reports))
+
+    def _run_decodes(self, decodes: tuple[int, ...]) -> Tensor:
+        """Queue the decode part for these slots, captured where it can be; its report."""
+        if not self.on_gpu:
+            return self._decode(self._tensor(decodes))
+        size = bucket(len(decodes), self.config.max_num_seqs)
+        slots = decodes + (self.sampler.padding_slot,) * (size - len(decodes))
+        if self.config.enforce_eager:
+            return self._decode(self._tensor(slots))
+        captured = self._graph(size)
+        if captured.loaded != slots:
+            captured.slots.copy_(self._tensor(slots))
+            captured.loaded = slots
+        captured.graph.replay()
+        return captured.report
+
+    def _warm_up(self) -> None:
+        """Run each graph's work once and capture it, all rows padding, so that no request waits for that."""
+        begin = time.perf_counter()
+        sizes = sorted({bucket(count, self.config.max_num_seqs) for count in range(1, self.config.max_num_seqs + 1)})
+        for size in reversed(sizes):  # the largest first: the others fit in its memory
+            if self.config.enforce_eager:
+                with torch.inference_mode():
+                    self._decode(self._tensor((self.sampler.padding_slot,) * size))
+            else:
+                self._graph(size)
+        torch.cuda.synchronize(self.device)
+        how = "ran" if self.config.enforce_eager else "captured"
+        logger.info("%s decode steps of %s sequences in %.1f s", how, sizes, time.perf_counter() - begin)
+
+    def _graph(self, size: int) -> DecodeGraph:
+        """The graph for so many sequences and what the sampler has to do now; captured at its first use."""
+        stages = self.sampler.stages
+        made = self.graphs.made.get((size, stages))
+        if made is None:
+            made = self.graphs.made[size, stages] = self._capture(size)
+            if stages:
+                logger.info("captured a decode step of %d sequences with %s", size, ", ".join(sorted(stages)))
+        return made
+
+    @torch.inference_mode()
+    def _capture(self, size: int) -> DecodeGraph:
+        self.sampler.prepare(self.sampler.stages)
+        slots = torch.full((size,), self.sampler.padding_slot, dtype=torch.int64, device=self.device)
+        # eagerly first, on the padding slot: kernels are loaded and libraries make their workspaces
+        self._decode(slots)
+        torch.cuda.synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.graphs.pool):
+            report = self._decode(slots)
+        self.graphs.pool = graph.pool()
+        return DecodeGraph(graph, slots, report, tuple([self.sampler.padding_slot] * size))
 
     def _join(self, join: Join) -> None:
-        slot = join.slot
+        slot, state = join.slot, self.state
         self.sampler.assign(slot, join.sampling, join.token_ids)
         self.cache.reset(slot)
         self.cache.page_table[slot].zero_()
         self.cache.page_table[slot, : len(join.pages)] = self._tensor(join.pages)
-        self.history[slot] = self.model.config.eos_token_id
-        self.pending[slot] = 0
-        self.rejected[slot] = 0
+        state.history[slot] = self.model.config.eos_token_id
+        state.pending[slot] = 0
+        state.rejected[slot] = 0
 
     def _prefill(self, chunk: Chunk) -> Tensor | None:
         """Run a prompt chunk; at the prompt's end draw the first token [1] and draft after it."""
-        model, slots = self.model, self._tensor((chunk.slot,))
+        model, state, slots = self.model, self.state, self._tensor((chunk.slot,))
         tokens = self._tensor(chunk.token_ids)[None]
         first = self._tensor((chunk.start,))
         nothing = torch.zeros_like(slots)
-        rows = Rows(tokens, slots, first, nothing, nothing, self.history[slots], chunk=True)
+        rows = Rows(tokens, slots, first, nothing, nothing, state.history[slots], chunk=True)
         residual, hidden = model.target(rows, self.cache)
-        self.history[slots] = torch.cat((rows.history, tokens), 1)[:, -rows.history.shape[1] :]
+        state.history[slots] = torch.cat((rows.history, tokens), 1)[:, -rows.history.shape[1] :]
         token = following = None
         if chunk.following is not None:
             following = self._tensor((chunk.following,))
         else:
-            self.length[slots] = first + tokens.shape[1]
-            token = self.sampler.sample(model.logits(hidden[-1:]), slots, self.length[slots])
+            state.length[slots] = first + tokens.shape[1]
+            token = self.sampler.sample(model.logits(hidden[-1:]), slots, state.length[slots])
             self.sampler.commit(slots, token)
-            self.token[slots] = token
+            state.token[slots] = token
             following = token.clamp(min=0)
         if model.drafter is not None:
             shifted = torch.cat((tokens[:, 1:], following[None]), 1)
             residual, hidden = model.draft(model.drafter, residual, shifted, rows, self.cache)
             if token is not None:
-                self._draft(slots, residual[-1:], hidden[-1:])
+                self._draft(slots, state.length[slots], residual[-1:], hidden[-1:])
         return token
 
-    def _decode(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+    def _decode(self, slots: Tensor) -> Tensor:
         """Verify k + 1 rows of each slot, commit what was accepted, draft again.
 
-        Returns emitted [B, k + 1] and accepted [B].
+        Returns the report [B, k + 2]: emitted ids, then how many of them are accepted drafts.
         """
-        model = self.model
-        drafts, first = self.drafts[slots], self.length[slots]
-        tokens = torch.cat((self.token[slots, None], drafts), 1).clamp(min=0)
-        rows = Rows(tokens, slots, first, self.pending[slots], self.rejected[slots], self.history[slots], chunk=False)
+        model, state = self.model, self.state
+        tokens, first, pending, rejected, history = begin_rows(state, slots)
+        # a plain kernel, which starts when all before it has ended: what follows may read slots and pending at once
+        drafts = state.drafts[slots]
+        rows = Rows(tokens, slots, first, pending, rejected, history, chunk=False, settled=True)
         residual, hidden = model.target(rows, self.cache)
         logits = model.logits(hidden).unflatten(0, tokens.shape)
-        log_q = None if self.log_q is None else self.log_q[slots]
-        emitted, accepted = self.sampler.accept(logits, drafts, log_q, slots, first + 1)
+        emitted, accepted = self.sampler.accept(logits, drafts, slots, first + 1)
         self.sampler.commit(slots, emitted)
-        newest = emitted.gather(1, accepted[:, None])
-        self._commit(rows, accepted, newest)
+        following, last, report = commit_rows(
+            emitted,
+            accepted,
+            tokens,
+            slots,
+            first,
+            history,
+            state.token,
+            state.length,
+            state.pending,
+            state.rejected,
+            state.history,
+            self.sampler.padding_slot,
+        )
         if model.drafter is not None:
-            # row j is followed by the token of row j + 1, the last accepted row by the newest token
-            following = torch.cat((tokens[:, 1:], tokens[:, :1]), 1).scatter(1, accepted[:, None], newest.clamp(min=0))
             residual, hidden = model.draft(model.drafter, residual, following, rows, self.cache)
-            last = torch.arange(slots.shape[0], device=slots.device) * tokens.shape[1] + accepted
-            self._draft(slots, residual[last], hidden[last])
-        return emitted, accepted
+            self._draft(slots, first + accepted + 1, residual[last], hidden[last])
+        return report
 
-    def _commit(self, rows: Rows, accepted: Tensor, newest: Tensor) -> None:
-        """Make the accepted rows the sequence's past; the newest token waits to be verified."""
-        seen = torch.cat((rows.history, rows.tokens), 1)
-        width = rows.history.shape[1]
-        last = accepted[:, None] + 1 + torch.arange(width, device=accepted.device)
-        self.history[rows.slots] = seen.gather(1, last)
-        self.token[rows.slots] = newest.squeeze(1)
-        self.length[rows.slots] = rows.first + accepted + 1
-        self.pending[rows.slots] = accepted + 1
-        self.rejected[rows.slots] = rows.tokens.shape[1] - 1 - accepted
-
-    def _draft(self, slots: Tensor, residual: Tensor, hidden: Tensor) -> None:
-        """Propose k tokens after the newest one.
+    def _draft(self, slots: Tensor, length: Tensor, residual: Tensor, hidden: Tensor) -> None:
+        """Propose k tokens after the newest one, whose positions are length [B].
 
         residual [B, S D] and hidden [B, D] are the drafter's at the row before the newest token. Each further pass
         is one row, whose keys and values are provisional: the next step's first pass writes those positions again.
@@ -160,21 +260,33 @@ class Step:
         model, drafter = self.model, self.model.drafter
         if drafter is None:
             raise RuntimeError("drafting without a drafter")
-        length = self.length[slots]
-        drafts = slots.new_empty((slots.shape[0], 0))
+        nothing = torch.zeros_like(slots)
+        drafts = slots.new_empty((slots.shape[0], self.k))
         for j in range(self.k):
             if j:
-                previous = drafts[:, -1:].clamp(min=0)
-                nothing = torch.zeros_like(slots)
-                rows = Rows(previous, slots, length + j - 1, nothing, nothing, self.history[slots], chunk=False)
+                previous = drafts[:, j - 1 : j].clamp(min=0)
+                # a pass of one row without history: the drafter has no n-gram layer
+                rows = Rows(previous, slots, length + (j - 1), nothing, nothing, previous[:, :0], chunk=False)
                 residual, hidden = model.draft(drafter, residual, previous, rows, self.cache)
-            token, log_q = self.sampler.draft(model.logits(hidden, drafter.head), slots, length + 1 + j, drafts)
-            drafts = torch.cat((drafts, token[:, None]), 1)
-            if log_q is not None:
-                if self.log_q is None:
-                    self.log_q = log_q.new_zeros((self.token.shape[0], self.k, log_q.shape[1]))
-                self.log_q[slots, j] = log_q
-        self.drafts[slots] = drafts
+            logits = model.logits(hidden, drafter.head)
+            drafts[:, j] = self.sampler.draft(logits, slots, length + (1 + j), drafts[:, :j])
+        self.state.drafts[slots] = drafts
+
+    def _to_host(self, slots: tuple[int, ...], report: Tensor) -> Report:
+        if not self.on_gpu:
+            return Report(slots, report, None)
+        ids = torch.empty(report.shape, dtype=report.dtype, pin_memory=True)
+        ids.copy_(report, non_blocking=True)
+        ready = torch.cuda.Event()
+        ready.record()
+        return Report(slots, ids, ready)
 
     def _tensor(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.config.device)
+        """Integers on the device, without waiting for what is queued there."""
+        made = torch.tensor(values, dtype=torch.int64)
+        return made.pin_memory().to(self.device, non_blocking=True) if self.on_gpu else made
+
+
+def bucket(count: int, max_num_seqs: int) -> int:
+    """Sequences of the graph that serves so many: the next of BUCKETS, or the engine's own limit if that is less."""
+    return next((size for size in BUCKETS if count <= size <= max_num_seqs), max(count, max_num_seqs))

@@ -1,0 +1,130 @@
+"""The rows of a decode step, gathered from what the last step left in each slot.
+
+    tokens[b] = newest token, then its drafts;   first[b] = position of the newest token
+
+A draft that was not proposed (-1) is embedded as token 0: acceptance ends there, whatever the row computes.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stepfloor.kernels._jit import dependent_launch, runs_triton, start, tl, triton
+
+
+@dataclass(frozen=True, slots=True)
+class SlotState:
+    """What a step knows about each slot, all int64; k drafts, R = k + 1 rows.
+
+    token    [slots] the newest token, not yet verified; length [slots] its position
+    drafts   [slots, k] tokens proposed after it, -1 where there is none
+    pending, rejected  [slots] rows of the last step that count, and that do not
+    history  [slots, W] the committed tokens before `token`, oldest first
+    """
+
+    token: Tensor
+    length: Tensor
+    drafts: Tensor
+    pending: Tensor
+    rejected: Tensor
+    history: Tensor
+
+
+def begin_rows_reference(state: SlotState, slots: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """One indexing each."""
+    tokens = torch.cat((state.token[slots, None], state.drafts[slots]), 1).clamp(min=0)
+    return tokens, state.length[slots], state.pending[slots], state.rejected[slots], state.history[slots]
+
+
+def begin_rows(state: SlotState, slots: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gather the rows that a step verifies.
+
+    slots  [B] int64
+    Returns tokens [B, R], first [B], pending [B], rejected [B], history [B, W], all int64.
+    Raises ValueError if slots is not one-dimensional.
+    """
+    if slots.ndim != 1:
+        raise ValueError(f"begin_rows wants slots [B]; got {tuple(slots.shape)}")
+    if runs_triton(slots):
+        return begin_rows_launch(state, slots)
+    return begin_rows_reference(state, slots)
+
+
+def begin_rows_launch(state: SlotState, slots: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Queue the kernel, one program a sequence."""
+    count, k, width = slots.shape[0], state.drafts.shape[1], state.history.shape[1]
+    tokens, history = slots.new_empty((count, k + 1)), slots.new_empty((count, width))
+    first, pending, rejected = (torch.empty_like(slots) for _ in range(3))
+    _begin_rows_kernel[(count,)](
+        slots,
+        state.token,
+        state.length,
+        state.drafts,
+        state.pending,
+        state.rejected,
+        state.history,
+        tokens,
+        first,
+        pending,
+        rejected,
+        history,
+        K=k,
+        W=width,
+        BLOCK=triton.next_power_of_2(max(k + 1, width)),
+        num_warps=1,
+        **dependent_launch(slots),
+    )
+    return tokens, first, pending, rejected, history
+
+
+@triton.jit
+def _begin_rows_kernel(
+    slots_ptr,
+    token_ptr,
+    length_ptr,
+    drafts_ptr,
+    pending_ptr,
+    rejected_ptr,
+    history_ptr,
+    tokens_ptr,
+    first_ptr,
+    row_pending_ptr,
+    row_rejected_ptr,
+    row_history_ptr,
+    K: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start(PDL)
+    b = tl.program_id(0)
+    slot = tl.load(slots_ptr + b)
+    at = tl.arange(0, BLOCK)
+    drafted = tl.load(drafts_ptr + slot * K + at - 1, mask=(at > 0) & (at <= K), other=0)
+    tokens = tl.where(at == 0, tl.load(token_ptr + slot), drafted)
+    tl.store(tokens_ptr + b * (K + 1) + at, tl.maximum(tokens, 0), mask=at <= K)
+    tl.store(first_ptr + b, tl.load(length_ptr + slot))
+    tl.store(row_pending_ptr + b, tl.load(pending_ptr + slot))
+    tl.store(row_rejected_ptr + b, tl.load(rejected_ptr + slot))
+    history = tl.load(history_ptr + slot * W + at, mask=at < W, other=0)
+    tl.store(row_history_ptr + b * W + at, history, mask=at < W)
+
+
+def begin_rows_inputs(b: int, k: int, width: int, device: str) -> dict[str, object]:
+    """Inputs that the test and the bench share; the last draft of every second slot is missing."""
+    make = torch.Generator(device).manual_seed(0)
+
+    def rand(high: int, *shape: int) -> Tensor:
+        return torch.randint(0, high, shape, generator=make, device=device)
+
+    state = SlotState(
+        rand(1000, b + 2),
+        rand(500, b + 2),
+        rand(1000, b + 2, k),
+        rand(k + 2, b + 2),
+        rand(k + 1, b + 2),
+        rand(1000, b + 2, width),
+    )
+    state.drafts[::2, -1:] = -1
+    return {"state": state, "slots": torch.randperm(b + 2, generator=make, device=device)[:b]}

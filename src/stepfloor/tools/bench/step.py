@@ -1,0 +1,402 @@
+"""bench step: how long a decode step takes beside the least it could, offline, in one process, without a server.
+
+A cell is one number of sequences, drafts and context. Its time is the wall time of the engine's own loop over
+consecutive steps, sequences with different random prompts in every slot, nothing left out. Random weights could route
+kinder than real ones, so a second, untimed run of the same cell counts the distinct experts of each step.
+"""
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from stepfloor.cache.tensors import positions_needed
+from stepfloor.config import EngineConfig, ModelConfig
+from stepfloor.engine import Engine
+from stepfloor.errors import UserError
+from stepfloor.model.load import load_model
+from stepfloor.model.model import Layer, Model
+from stepfloor.model.random import RandomTensors
+from stepfloor.request import Request, SamplingParams
+from stepfloor.roofline.bytes import distinct_experts
+from stepfloor.roofline.floor import Floor, checkpoint_step_bytes
+from stepfloor.roofline.groups import pass_group
+from stepfloor.step.bandwidth import read_bandwidth_gbps
+from stepfloor.tools.bench.profile import Profile, profile_steps
+from stepfloor.weights.checkpoint import Checkpoint
+from stepfloor.weights.synthetic import synthetic_checkpoint
+
+WARM_UP_STEPS = 16
+PROFILED_STEPS = 8
+SHOWN_OPERATORS = 24
+UNIFORM_TOLERANCE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """The formats of a release, by group of weights; draft_head "" means that the drafter reads the target's head."""
+
+    experts: str = "nvfp4"
+    dense: str = "bf16"
+    head: str = "bf16"
+    draft_experts: str = "bf16"
+    draft_dense: str = "bf16"
+    draft_head: str = ""
+    table: str = "fp8_tensor"
+
+
+MIXES: dict[str, Mix] = {
+    "a": Mix(),
+    "b": Mix(dense="fp8_channel", draft_dense="fp8_channel"),
+    "b'": Mix(dense="fp8_channel", head="fp8_channel", draft_dense="fp8_channel"),
+    "c": Mix("nvfp4", "fp8_channel", "mxfp8", "fp8_block", "fp8_channel", "nvfp4"),
+    "c'": Mix("nvfp4", "fp8_channel", "nvfp4", "fp8_block", "fp8_channel", "nvfp4"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One measured cell; times in milliseconds, bandwidth in GB/s.
+
+    acceptance  tokens a sequence is made to take a step; None: what the target accepted
+    experts     distinct experts of a layer and step, mean over all; expected  under uniform routing
+    void        why the cell does not count, or None
+    """
+
+    format: str
+    sequences: int
+    spec_tokens: int
+    context: int
+    acceptance: int | None
+    steps: int
+    step_ms: float
+    median_ms: float
+    p95_ms: float
+    tokens_per_step: float
+    tokens_per_s: float
+    step_bytes: float
+    bandwidth_gbps: float
+    floor_ms: float
+    fraction: float
+    experts: float
+    expected_experts: float
+    void: str | None
+    profile: Profile | None
+
+    def line(self) -> str:
+        """One row of the table."""
+        kernels = f"{self.profile.kernels:7.0f}" if self.profile else "      -"
+        return (
+            f"{self.format:>3} {self.sequences:4} {self.spec_tokens:2} {self.context:7} {self.step_ms:8.3f} "
+            f"{self.median_ms:8.3f} {self.p95_ms:8.3f} {self.tokens_per_s:9.1f} {self.step_bytes / 1e9:7.2f} "
+            f"{self.floor_ms:7.3f} {100 * self.fraction:6.1f} % {self.experts:6.1f}/{self.expected_experts:<6.1f} "
+            f"{kernels}" + (f"  VOID: {self.void}" if self.void else "")
+        )
+
+
+HEADER = "fmt  seq  k context  step ms   median      p95  tokens/s      GB floor ms   floor % experts/uniform  kernels"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure: every combination of sequences, spec_tokens and contexts.
+
+    acceptance  tokens forced a step, 1 to k + 1, where k allows it; None measures what the model accepts
+    steps       timed steps of a cell
+    """
+
+    format: str
+    sequences: tuple[int, ...]
+    spec_tokens: tuple[int, ...]
+    contexts: tuple[int, ...]
+    acceptance: int | None
+    steps: int
+    device: str
+    prefill_tokens: int = 0
+    kv_cache_dtype: str = "auto"
+    ngram_table: str = "device"
+    count_experts: bool = True
+    profile: bool = True
+
+
+def random_checkpoint(config: ModelConfig, mix: Mix) -> Checkpoint:
+    """A checkpoint in no file, in the formats of a mix."""
+
+    def format_of(name: str) -> str:
+        if name == "mtp.lm_head":
+            return mix.draft_head
+        drafter = name.startswith("mtp.")
+        return {
+            "experts": mix.draft_experts if drafter else mix.experts,
+            "dense": mix.draft_dense if drafter else mix.dense,
+            "head": mix.head,
+            "table": mix.table,
+        }.get(pass_group(name), "bf16")
+
+    return synthetic_checkpoint(config, format_of)
+
+
+def bench_steps(
+    checkpoint: Checkpoint, plan: Plan, say: Callable[[str], None], drawn: bool
+) -> tuple[list[Cell], dict[str, float]]:
+    """Load once, measure every cell; also the seconds that loading took and prefill's tokens/s.
+
+    drawn  whether the weights are drawn on the device; else they are those of the checkpoint's files
+    Raises UserError for a cell that the model or the device cannot hold.
+    """
+    if plan.device != "cpu" and not torch.cuda.is_available():
+        raise UserError("bench step found no CUDA device; pass --device cpu with a small model, or run it on a GPU")
+    begin = time.perf_counter()
+    longest = max(_model_len(plan, k, context) for k in plan.spec_tokens for context in plan.contexts)
+    longest = max(longest, plan.prefill_tokens + 32)
+    widest = EngineConfig(spec_tokens=max(plan.spec_tokens), max_model_len=longest)
+    source = RandomTensors(checkpoint.config, torch.device(plan.device)) if drawn else None
+    model = load_model(
+        checkpoint,
+        positions_needed(widest),
+        plan.device,
+        lambda done, total: say(f"layer {done} of {total}") if done % 12 == 0 else None,
+        drafter=max(plan.spec_tokens) > 0,
+        decode_rows=max(plan.sequences) * (max(plan.spec_tokens) + 1),
+        table_on="cpu" if plan.ngram_table == "pinned" else None,
+        source=source,
+    )
+    _settle(plan.device)
+    facts = {"load_s": time.perf_counter() - begin, "bandwidth_gbps": read_bandwidth_gbps(plan.device)}
+    say(f"loaded in {facts['load_s']:.1f} s; reads {facts['bandwidth_gbps']:.0f} GB/s")
+    cells: list[Cell] = []
+    say(HEADER)
+    for context in plan.contexts:
+        for sequences in plan.sequences:
+            for k in plan.spec_tokens:
+                cells.append(_measure(checkpoint, model, plan, sequences, k, context, facts["bandwidth_gbps"]))
+                say(cells[-1].line())
+    if plan.prefill_tokens:
+        facts["prefill_tokens_per_s"] = _prefill(checkpoint, model, plan)
+        say(f"prefill of {plan.prefill_tokens} tokens: {facts['prefill_tokens_per_s']:.0f} tokens/s")
+    return cells, facts
+
+
+def _measure(
+    checkpoint: Checkpoint, model: Model, plan: Plan, sequences: int, k: int, context: int, bandwidth_gbps: float
+) -> Cell:
+    forced = None if plan.acceptance is None or k == 0 else min(plan.acceptance, k + 1) - 1
+    config = _config(plan, sequences, k, context)
+    stripped = model if k else replace(model, drafter=None)
+
+    def engine(of: Model) -> Engine:
+        return Engine(checkpoint, config, model=of, forced_accept=forced)
+
+    timed = engine(stripped)
+    marks = list(_steps(timed, plan, sequences, k, context, forced))
+    lengths = [b - a for a, b in pairwise(marks)]
+    seconds = (marks[-1] - marks[0]) / len(lengths)
+    delivered = timed.counters.delivered_per_step
+    profile = None
+    if plan.profile and plan.device != "cpu":
+        profile = profile_steps(
+            engine(stripped), lambda of: _steps(of, replace(plan, steps=PROFILED_STEPS), sequences, k, context, forced)
+        )
+    measured = expected = distinct_experts(
+        sequences * (k + 1), checkpoint.config.num_experts, checkpoint.config.num_experts_per_tok
+    )
+    void = None
+    if plan.count_experts:
+        counter = ExpertCounter(stripped, sequences * (k + 1))
+        counting = engine(replace(stripped, on_routed=counter))
+        for _ in _steps(counting, plan, sequences, k, context, forced, counter.begin):
+            pass
+        measured = counter.mean(plan.steps)
+        if abs(measured / expected - 1) > UNIFORM_TOLERANCE:
+            void = f"{measured:.1f} distinct experts a layer, uniform routing has {expected:.1f}"
+    step = checkpoint_step_bytes(checkpoint.config, checkpoint.weights, sequences, k, context)
+    floor = Floor(step, bandwidth_gbps)
+    return Cell(
+        plan.format,
+        sequences,
+        k,
+        context,
+        None if forced is None else forced + 1,
+        len(lengths),
+        seconds * 1e3,
+        statistics.median(lengths) * 1e3,
+        statistics.quantiles(lengths, n=20)[-1] * 1e3,
+        delivered,
+        sequences * delivered / seconds,
+        step.total,
+        bandwidth_gbps,
+        floor.step_us / 1e3,
+        floor.fraction(seconds * 1e6),
+        measured,
+        expected,
+        void,
+        profile,
+    )
+
+
+def _steps(
+    engine: Engine,
+    plan: Plan,
+    sequences: int,
+    k: int,
+    context: int,
+    forced: int | None,
+    at_start: Callable[[], None] | None = None,
+) -> Iterator[float]:
+    """Run a cell; the time at which each timed step's ids arrived, one more than there are steps."""
+    per_step = 1 if forced is None else forced + 1
+    prompt = _prompt_tokens(plan, k, context)
+    make = torch.Generator().manual_seed(1234)
+    last = f"cell-{sequences - 1}"
+    for i in range(sequences):
+        ids = torch.randint(0, engine.vocab_size, (prompt,), generator=make).tolist()
+        # every sequence outlives the timed steps of the last one to begin
+        tokens = 1 + (WARM_UP_STEPS + plan.steps + 3 * sequences + 4) * per_step * (k + 1 if forced is None else 1)
+        tokens = min(tokens, engine.config.max_model_len - prompt)
+        engine.submit(Request(f"cell-{i}", tuple(ids), SamplingParams(temperature=0.0, seed=i), tokens))
+    arrived = 0
+    for piece in engine.run():
+        if piece.request_id != last or not piece.token_ids:
+            continue
+        # the last sequence to begin: from here on every step serves them all
+        arrived += 1
+        if arrived == WARM_UP_STEPS and at_start is not None:
+            at_start()
+        if arrived >= WARM_UP_STEPS:
+            yield time.perf_counter()
+        if arrived == WARM_UP_STEPS + plan.steps:
+            break
+    for i in range(sequences):
+        engine.cancel(f"cell-{i}")
+    for _ in engine.run():
+        pass
+
+
+class ExpertCounter:
+    """Counts the distinct experts of every target layer and step, on the device, inside the captured step.
+
+    Called with each layer's chosen ids; rows of a prompt and of the drafter are left out.
+    """
+
+    def __init__(self, model: Model, rows: int) -> None:
+        config = model.config
+        self._rows = rows
+        self._drafter = None if model.drafter is None else model.drafter.layer
+        self._layers = config.num_hidden_layers
+        device = model.embedding.device
+        self._seen = torch.zeros(config.num_experts, dtype=torch.int64, device=device)
+        self._total = torch.zeros((), dtype=torch.int64, device=device)
+        self._ones = torch.ones((), dtype=torch.int64, device=device)
+
+    def __call__(self, layer: Layer, ids: Tensor) -> None:
+        if layer is self._drafter or ids.shape[0] != self._rows:
+            return
+        self._seen.zero_()
+        self._seen[ids.flatten()] = self._ones
+        self._total += self._seen.sum()
+
+    def begin(self) -> None:
+        """Forget what was counted so far."""
+        self._total.zero_()
+
+    def mean(self, steps: int) -> float:
+        """Distinct experts of one layer in one step."""
+        return int(self._total) / (steps * self._layers)
+
+
+def _prefill(checkpoint: Checkpoint, model: Model, plan: Plan) -> float:
+    """Tokens a second of one prompt, the first token's drawing included; the best of three."""
+    k = max(plan.spec_tokens)
+    config = EngineConfig(
+        spec_tokens=k,
+        max_model_len=plan.prefill_tokens + 32,
+        max_num_batched_tokens=plan.prefill_tokens,
+        kv_cache_dtype="fp8" if plan.kv_cache_dtype == "fp8" else "auto",
+        device=plan.device,
+    )
+    engine = Engine(checkpoint, config, model=model)
+    make = torch.Generator().manual_seed(99)
+    best = float("inf")
+    for i in range(3):
+        ids = torch.randint(0, engine.vocab_size, (plan.prefill_tokens,), generator=make).tolist()
+        _settle(plan.device)
+        begin = time.perf_counter()
+        engine.submit(Request(f"prefill-{i}", tuple(ids), SamplingParams(temperature=0.0, seed=0), 1))
+        for _ in engine.run():
+            pass
+        best = min(best, time.perf_counter() - begin)
+    return plan.prefill_tokens / best
+
+
+def _config(plan: Plan, sequences: int, k: int, context: int) -> EngineConfig:
+    return EngineConfig(
+        spec_tokens=k,
+        max_num_seqs=sequences,
+        max_model_len=_model_len(plan, k, context),
+        max_num_batched_tokens=2048,
+        kv_cache_dtype="fp8" if plan.kv_cache_dtype == "fp8" else "auto",
+        ngram_table="pinned" if plan.ngram_table == "pinned" else "device",
+        device=plan.device,
+    )
+
+
+def _taken(plan: Plan, k: int) -> int:
+    """Tokens that the timed steps add to a sequence, at most."""
+    per_step = k + 1 if plan.acceptance is None else min(plan.acceptance, k + 1)
+    return (WARM_UP_STEPS + plan.steps) * per_step
+
+
+def _prompt_tokens(plan: Plan, k: int, context: int) -> int:
+    """A prompt such that the middle of the timed steps has the wanted context."""
+    return max(8, context - _taken(plan, k) // 2)
+
+
+def _model_len(plan: Plan, k: int, context: int) -> int:
+    return _prompt_tokens(plan, k, context) + _taken(plan, k) + 64 * (k + 1) + 8
+
+
+def _settle(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize(device)
+
+
+def run_and_report(checkpoint: Checkpoint, plan: Plan, drawn: bool, commit: str, output: Path | None) -> None:
+    """Measure and print: progress on standard error, the table and the JSON line on standard output."""
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    cells, facts = bench_steps(checkpoint, plan, say, drawn)
+    print(HEADER)
+    for cell in cells:
+        print(cell.line())
+    for cell in cells:
+        if cell.profile is not None:
+            print(losses(cell, cell.profile))
+    name = "cpu" if plan.device == "cpu" else torch.cuda.get_device_name(plan.device)
+    record = {"device": name, "torch": torch.__version__, "commit": commit, "plan": asdict(plan), "facts": facts}
+    line = json.dumps(record | {"cells": [asdict(cell) for cell in cells]}, separators=(",", ":"))
+    print(line)
+    if output is not None:
+        output.write_text(line + "\n")
+
+
+def losses(cell: Cell, profile: Profile) -> str:
+    """Where the time of a cell's step went, largest share first."""
+    waits = ", ".join(f"{name} x{count}" for name, count in profile.synchronising) or "none"
+    lines = [
+        f"{cell.sequences} sequences, k={cell.spec_tokens}, context {cell.context}: {profile.kernels:.1f} kernels and "
+        f"{profile.copies:.1f} copies a step, {profile.graph_launches:.2f} graph launches; waiting calls: {waits}; "
+        f"pageable copies: {profile.pageable_copies}; between steps {profile.gap_us:.1f} us idle, inside "
+        f"{profile.idle_us:.1f} us"
+    ]
+    for operator in profile.operators[:SHOWN_OPERATORS]:
+        lines.append(f"  {operator.us:8.1f} us {operator.calls:6.1f} calls  {operator.name[:90]}")
+    return "\n".join(lines)

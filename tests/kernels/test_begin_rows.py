@@ -1,0 +1,32 @@
+"""The rows of a step are what the slots hold."""
+
+import pytest
+import torch
+
+from stepfloor.kernels.begin_rows import begin_rows_inputs, begin_rows_launch, begin_rows_reference
+from tests.kernels.compiled import Case, assert_compiles
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.mark.parametrize(("b", "k", "width"), [(1, 0, 2), (3, 1, 2), (5, 3, 2), (16, 4, 2), (2, 7, 1), (4, 2, 5)])
+def test_the_kernel_gathers_what_the_reference_does(b: int, k: int, width: int) -> None:
+    inputs = begin_rows_inputs(b, k, width, DEVICE)
+    for ours, wanted in zip(begin_rows_launch(**inputs), begin_rows_reference(**inputs), strict=True):
+        assert torch.equal(ours, wanted)
+
+
+def test_a_missing_draft_is_no_index() -> None:
+    """-1 would read the embedding before its start."""
+    inputs = begin_rows_inputs(4, 2, 2, DEVICE)
+    assert (inputs["state"].drafts[inputs["slots"]] < 0).any()
+    assert (begin_rows_launch(**inputs)[0] >= 0).all()
+
+
+def test_it_compiles() -> None:
+    names = "slots token length drafts pending rejected history tokens first row_pending row_rejected row_history"
+    signature = {f"{name}_ptr": "*i64" for name in names.split()}
+    constants = {"W": 2, "BLOCK": 4, "PDL": True}
+    assert_compiles(
+        [Case("stepfloor.kernels.begin_rows", "_begin_rows_kernel", signature, constants | {"K": k}, 1) for k in (0, 3)]
+    )

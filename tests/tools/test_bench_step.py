@@ -1,0 +1,73 @@
+"""bench step on the CPU with the small model's shape, and what it makes of a trace."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stepfloor.config import ModelConfig
+from stepfloor.errors import UserError
+from stepfloor.tools.bench.profile import Event, summarise
+from stepfloor.tools.bench.step import MIXES, Cell, Plan, bench_steps, random_checkpoint, run_and_report
+from tests.checkpoints import tiny_config
+
+
+def plan(**changes: object) -> Plan:
+    base = {"format": "a", "sequences": (2,), "spec_tokens": (2,), "contexts": (40,), "acceptance": 2, "steps": 5}
+    return Plan(**{**base, "device": "cpu", "prefill_tokens": 16, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mix", ["a", "c"])
+def test_a_cell_is_what_it_says(tmp_path: Path, mix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = random_checkpoint(ModelConfig.read(tiny_config(tmp_path)), MIXES[mix])
+    run_and_report(checkpoint, plan(format=mix), True, "abc", tmp_path / "line.json")
+    out, err = capsys.readouterr()
+    record = json.loads(out.splitlines()[-1])
+    assert record == json.loads((tmp_path / "line.json").read_text())
+    (cell,) = record["cells"]
+    assert (cell["sequences"], cell["spec_tokens"], cell["steps"], cell["acceptance"]) == (2, 2, 5, 2)
+    assert cell["tokens_per_step"] == pytest.approx(2.0)
+    assert cell["tokens_per_s"] == pytest.approx(2 * 2.0 / cell["step_ms"] * 1e3)
+    assert cell["fraction"] == pytest.approx(cell["floor_ms"] / cell["step_ms"])
+    assert record["facts"]["prefill_tokens_per_s"] > 0
+    assert "loaded in" in err
+
+
+def test_real_acceptance_is_measured(tmp_path: Path) -> None:
+    checkpoint = random_checkpoint(ModelConfig.read(tiny_config(tmp_path)), MIXES["a"])
+    cells, _ = bench_steps(checkpoint, plan(acceptance=None, prefill_tokens=0, count_experts=False), print, True)
+    assert isinstance(cells[0], Cell)
+    assert cells[0].acceptance is None
+    assert 1.0 <= cells[0].tokens_per_step <= 3.0
+
+
+def test_no_gpu_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    checkpoint = random_checkpoint(ModelConfig.read(tiny_config(tmp_path)), MIXES["a"])
+    with pytest.raises(UserError, match="found no CUDA device"):
+        bench_steps(checkpoint, plan(device="cuda"), print, True)
+
+
+def test_a_trace_is_credited_to_the_nanosecond() -> None:
+    """Overlapping kernels must not be counted twice, and idle time goes to the right place."""
+    events = []
+    for step in range(3):
+        at = step * 100_000
+        events += [
+            Event("_begin_rows_kernel", True, at, at + 10_000),
+            Event("linear_kernel", True, at + 5_000, at + 50_000),  # starts early
+            Event("moe_down_kernel", True, at + 60_000, at + 80_000),
+            Event("Memcpy DtoH (Device -> Pinned)", True, at + 85_000, at + 90_000),
+            Event("cudaGraphLaunch", False, at, at + 3_000),
+        ]
+    events.append(Event("cudaEventSynchronize", False, 120_000, 130_000))
+    events.append(Event("Memcpy HtoD (Pageable -> Device)", True, 190_000, 195_000))
+    profile = summarise(events)
+    assert (profile.steps, profile.kernels, profile.copies, profile.graph_launches) == (2, 3, 1.5, 1)
+    assert profile.synchronising == (("cudaEventSynchronize", 1),)
+    assert profile.pageable_copies == 1
+    us = {operator.name: operator.us for operator in profile.operators}
+    assert (us["_begin_rows_kernel"], us["linear_kernel"], us["moe_down_kernel"]) == (10, 40, 20)
+    assert profile.idle_us == pytest.approx(10 + 5)
+    assert profile.gap_us == pytest.approx((10 + 5) / 2)
+    assert sum(us.values()) + profile.idle_us + profile.gap_us == pytest.approx(100)
