@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> int:
         if arguments[0] == "test":
             set_up("test", "lint")
             return run_tests(arguments[1:])
-        set_up()
+        set_up(*(("serve",) if arguments[0] == "serve" else ()))
         return become([str(PYTHON), "-m", "stepfloor", *arguments])
     except SetupError as error:
         print(f"run.py: {error}", file=sys.stderr)
@@ -89,7 +89,7 @@ def set_up(*groups: str) -> None:
         json.dumps([wanted, constraints.read_text(encoding="utf-8"), str(ROOT), sys.version, has_nvidia_gpu()]).encode()
     ).hexdigest()
     base, full = VENV / "stepfloor-base.stamp", VENV / "stepfloor-full.stamp"
-    stamp = full if groups else base
+    stamp = base if not groups else full if "test" in groups else VENV / f"stepfloor-{groups[0]}.stamp"
     if stamp_holds(full, key) or stamp_holds(stamp, key):
         return
     begin = time.monotonic()
@@ -100,7 +100,7 @@ def set_up(*groups: str) -> None:
         pip_install(*torch_requirement())
         base.unlink(missing_ok=True)
     requirements = [r for group in groups for r in project["dependency-groups"][group]]
-    say(f"set-up 3/3: stepfloor and its dependencies{', test tools' if groups else ''}")
+    say(f"set-up 3/3: stepfloor and its dependencies{', test tools' if 'test' in groups else ''}")
     pip_install("--constraint", str(constraints), "--editable", str(ROOT), *requirements)
     stamp.write_text(key, encoding="utf-8")
     say(f"set-up finished in {time.monotonic() - begin:.0f} s")

@@ -217,11 +217,13 @@ class EngineConfig:
     acceptance              standard: exact rejection rule; coupled: shared Gumbel noise, text independent of k
     max_num_seqs            sequences that decode together
     max_model_len           context in tokens, prompt and output together
-    max_num_batched_tokens  longest prefill chunk in tokens
+    max_num_batched_tokens  longest prefill chunk in tokens; one chunk runs before each decode step
     block_size              tokens per page of the key/value cache
     kv_cache_dtype          auto is the model's dtype; fp8 is E4M3 without scales
     ngram_table             where the n-gram table lies: with the model, or in pinned host memory that kernels read
     enforce_eager           run decode steps kernel by kernel instead of as captured graphs
+    long_prefill_token_threshold  longest chunk of a prompt that is longer than this; 0: no such limit
+    max_num_queued_reqs     requests that may wait for a slot; None: any number
     """
 
     spec_tokens: int = 3
@@ -234,6 +236,13 @@ class EngineConfig:
     ngram_table: Literal["device", "pinned"] = "device"
     enforce_eager: bool = False
     device: str = "cpu"
+    long_prefill_token_threshold: int = 0
+    max_num_queued_reqs: int | None = None
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Longest prompt chunk."""
+        return min(self.max_num_batched_tokens, self.long_prefill_token_threshold or self.max_num_batched_tokens)
 
     def check(self, model: ModelConfig) -> None:
         """Raise UserError for a request the engine cannot honour with this model."""
@@ -249,6 +258,11 @@ class EngineConfig:
             raise UserError(
                 "--max-num-seqs and --max-num-batched-tokens must be at least 1; "
                 f"got {self.max_num_seqs} and {self.max_num_batched_tokens}"
+            )
+        if self.long_prefill_token_threshold < 0 or (self.max_num_queued_reqs or 0) < 0:
+            raise UserError(
+                "--long-prefill-token-threshold and --max-num-queued-reqs must not be negative; "
+                f"got {self.long_prefill_token_threshold} and {self.max_num_queued_reqs}"
             )
         if self.block_size < 1 or self.block_size % model.indexer_compress_ratio:
             raise UserError(

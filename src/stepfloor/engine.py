@@ -4,6 +4,8 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,8 +15,11 @@ from stepfloor.errors import UserError
 from stepfloor.model.load import is_small, load_model
 from stepfloor.model.model import Model
 from stepfloor.request import Batch, Piece, Request
+from stepfloor.roofline.floor import Floor, checkpoint_step_bytes
+from stepfloor.sampler.grammar import Constraint, GrammarCompiler
 from stepfloor.sampler.sampler import Sampler
 from stepfloor.scheduler.scheduler import Scheduler
+from stepfloor.step.bandwidth import read_bandwidth_gbps
 from stepfloor.step.step import Step, StepOutput
 from stepfloor.stream.stream import Stream
 from stepfloor.tokenizer.tokenizer import Tokenizer
@@ -88,6 +93,7 @@ class Engine:
         model_config = checkpoint.config
         config.check(model_config)
         self.config = config
+        self.checkpoint = checkpoint
         self.vocab_size = model_config.vocab_size
         self.tokenizer = tokenizer
         if config.device == "cpu" and is_small(checkpoint):
@@ -116,38 +122,71 @@ class Engine:
             num_pages(config),
             config.block_size,
             config.spec_tokens,
-            config.max_num_batched_tokens,
+            config.chunk_tokens,
             config.max_model_len,
+            config.max_num_queued_reqs,
+            self.vocab_size,
         )
         special = () if tokenizer is None else tokenizer.special_ids
         self.stream = Stream(None if tokenizer is None else tokenizer.token_bytes, special)
+        self.constraints: dict[str, Constraint] = {}  # of requests that wait for each result
+        self.grammars = (
+            None
+            if tokenizer is None
+            else GrammarCompiler(tokenizer.token_bytes, self.vocab_size, tuple(tokenizer.special_ids))
+        )
         self.counters = Counters([0] * config.spec_tokens, [0] * config.spec_tokens)
         self.under_way: tuple[Batch, StepOutput] | None = None
         self.pieces: deque[Piece] = deque()  # made and not taken yet
+        self.joined: tuple[str, ...] = ()  # requests that got a slot in the step queued last
+        self.steps = 0  # queued so far
+        self.delivered_steps = 0  # whose ids were read
+        self._profile: torch.profiler.profile | None = None
 
     def submit(self, request: Request) -> None:
         """Queue a request; a refused one leaves nothing behind.
 
         Raises UserError for bad sampling values, foreign token ids, a prompt too long, stop strings that cannot be
-        found and a request id in use.
+        found and a request id in use; QueueFullError, which is one, if too many wait.
         """
         request.sampling.check(self.vocab_size)
-        for token in request.token_ids:
+        if request.logprobs is not None and not 0 <= request.logprobs <= self.vocab_size:
+            raise UserError(f"logprobs must be 0 to {self.vocab_size}; got {request.logprobs}")
+        for token in (min(request.token_ids, default=0), max(request.token_ids, default=0)):
             if not 0 <= token < self.vocab_size:
                 raise UserError(f"token ids must be 0 to {self.vocab_size - 1}; the prompt holds {token}")
         if request.sampling.seed is None:
             request = replace(request, sampling=replace(request.sampling, seed=secrets.randbits(63)))
         self.stream.open(request)
         try:
+            if request.waits:
+                self.constraints[request.request_id] = self._constraint(request)
             self.scheduler.submit(request)
         except UserError:
             self.stream.close(request.request_id)
+            self.constraints.pop(request.request_id, None)
             raise
+
+    def compile_grammar(self, request: Request) -> Any | None:
+        """Compile the grammar of a request, if it has one, so that submit finds it done; any thread may call this.
+
+        Raises UserError for a broken grammar.
+        """
+        if request.grammar is None:
+            return None
+        if self.grammars is None:
+            raise UserError("a grammar needs a tokenizer and this checkpoint has none")
+        return self.grammars.compile(request.grammar, request.stop_token_ids)
+
+    def check_room(self, requests: int) -> None:
+        """Raise QueueFullError unless this many requests more would be taken."""
+        self.scheduler.check_room(requests)
 
     def cancel(self, request_id: str) -> None:
         """Stop a request; nothing more of it is delivered."""
         self.scheduler.end(request_id)
         self.stream.close(request_id)
+        self.constraints.pop(request_id, None)
         self.pieces = deque(piece for piece in self.pieces if piece.request_id != request_id)
 
     def run(self) -> Iterator[Piece]:
@@ -158,25 +197,131 @@ class Engine:
         while True:
             while self.pieces:
                 yield self.pieces.popleft()
-            if self.under_way is None and not self.scheduler.has_work():
+            if not self.has_work():
                 return
-            batch = self.scheduler.next_batch()
-            current = (batch, self.step.run(batch)) if batch != Batch() else None
-            previous, self.under_way = self.under_way, current
-            if previous is not None:
-                self._deliver(*previous)
+            self.advance()
+
+    def has_work(self) -> bool:
+        """Whether a step is under way or should run."""
+        return self.under_way is not None or self.scheduler.has_work()
+
+    def advance(self) -> None:
+        """Queue the next step, if there is one, and turn what the last one emitted into `pieces`."""
+        batch = self.scheduler.next_batch()
+        self.joined = tuple(self.scheduler.running[join.slot].request.request_id for join in batch.joins)
+        current = None
+        if batch != Batch():
+            self.steps += 1
+            current = (batch, self.step.run(batch, self._masks(batch)))
+        previous, self.under_way = self.under_way, current
+        if previous is not None:
+            self._deliver(*previous)
+
+    def _constraint(self, request: Request) -> Constraint:
+        token_bytes = None if self.tokenizer is None else self.tokenizer.token_bytes
+        return Constraint(request, self.compile_grammar(request), token_bytes, self.vocab_size)
+
+    def _masks(self, batch: Batch) -> dict[int, torch.Tensor]:
+        """Masks of the slots in this batch that have some."""
+        if not self.constraints:
+            return {}
+        masks: dict[int, torch.Tensor] = {}
+        for slot, _ in batch.owners:
+            constraint = self.constraints.get(self.scheduler.running[slot].request.request_id)
+            if constraint is not None:
+                rows = self.config.spec_tokens + 1 if slot in batch.decodes else 1
+                masks[slot] = torch.from_numpy(constraint.masks(rows))
+        return masks
+
+    def stats(self) -> dict[str, Any]:
+        """What a monitor wants to know, as plain values.
+
+        steps queued; requests running and waiting; kv_cache_usage, the share of pages in use; of all decode steps so
+        far: decode_steps, delivered, and drafted and accepted per position
+        """
+        scheduler, counters = self.scheduler, self.counters
+        pages = scheduler.allocator.num_pages - 1
+        return {
+            "steps": self.steps,
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
+            "kv_cache_usage": 1 - scheduler.allocator.num_free / pages,
+            "decode_steps": counters.decode_steps,
+            "delivered": counters.delivered,
+            "drafted": counters.drafted,
+            "accepted": counters.accepted,
+        }
+
+    def reset_counters(self) -> None:
+        """Begin to count anew, after a warm-up."""
+        self.counters = Counters([0] * self.config.spec_tokens, [0] * self.config.spec_tokens)
+        self.steps = self.delivered_steps = 0
+
+    def report(self) -> dict[str, Any]:
+        """What was loaded and what it takes: bytes of weights, pages and slots, the floor of a step, backends."""
+        config, cache = self.config, self.step.cache
+        paged = [*cache.keys, *cache.values, *cache.block_keys]
+        slots = [*cache.raw_keys, *cache.state, *cache.raw_rows, *cache.gate_rows, cache.ngram_rows, cache.page_table]
+        bandwidth = read_bandwidth_gbps(config.device)
+        step = checkpoint_step_bytes(self.checkpoint.config, self.checkpoint.weights, 1, config.spec_tokens)
+        return {
+            "device": config.device,
+            "weight_bytes": self.checkpoint.num_bytes,
+            "page_bytes": sum(t.nbytes for t in paged),
+            "slot_bytes": sum(t.nbytes for t in slots),
+            "pages": self.scheduler.allocator.num_pages - 1,
+            "block_size": config.block_size,
+            "step_bytes": step.total,
+            "bandwidth_gbps": bandwidth,
+            "floor_ms": Floor(step, bandwidth).step_us / 1e3,
+            "backends": {"every operator": "reference (PyTorch)"} if config.device == "cpu" else {},
+        }
+
+    def start_profile(self) -> None:
+        """Record every operator from the next step on. Raises UserError if a profile is being recorded."""
+        if self._profile is not None:
+            raise UserError("a profile is being recorded; stop it first")
+        self._profile = torch.profiler.profile()
+        self._profile.__enter__()
+
+    def stop_profile(self, directory: Path) -> Path:
+        """End the recording and write it as a Chrome trace; returns the file. Raises UserError if there is none."""
+        profile, self._profile = self._profile, None
+        if profile is None:
+            raise UserError("no profile is being recorded; start one first")
+        profile.__exit__(None, None, None)
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / f"stepfloor-step-{self.steps}.pt.trace.json"
+        profile.export_chrome_trace(str(path))
+        return path
 
     def _deliver(self, batch: Batch, output: StepOutput) -> None:
         """Turn what a step emitted into pieces, and end the sequences that are done."""
         emitted = output.wait()
+        drafts, logprobs = output.wait_drafts(), output.wait_logprobs()
+        self.delivered_steps += 1
         for delivery in self.scheduler.commit(batch, emitted):
-            piece = self.stream.push(delivery.request_id, delivery.token_ids, delivery.finish_reason)
+            piece = self.stream.push(delivery.request_id, delivery.token_ids, delivery.finish_reason, delivery.stop_id)
+            if delivery.slot in logprobs:
+                piece = replace(piece, logprobs=tuple(logprobs[delivery.slot][: len(piece.token_ids)]))
+            if (constraint := self.constraints.get(delivery.request_id)) is not None:
+                constraint.advance(delivery.token_ids)
+                constraint.drafts = drafts.get(delivery.slot, ())
+            if piece.finish_reason == "error":
+                piece = replace(piece, error=_fault(emitted[delivery.slot], self.delivered_steps))
             if delivery.slot in batch.decodes:
                 # a stop string may end the text before the last token that the scheduler let through
                 cut = len(piece.token_ids) < len(delivery.token_ids)
                 consumed = len(piece.token_ids) if cut else delivery.consumed
                 self.counters.count(len(emitted[delivery.slot]) - 1, consumed)
             if piece.finish_reason is not None:
+                self.constraints.pop(delivery.request_id, None)
                 self.scheduler.end(delivery.request_id)  # a stop string ends what the scheduler would go on with
             if piece.token_ids or piece.finish_reason is not None:
                 self.pieces.append(piece)
+
+
+def _fault(emitted: list[int], step: int) -> str:
+    """What is wrong with the ids of a request that ended in an error."""
+    what = "the logits were not finite" if min(emitted) < 0 else f"the sampler gave ids {emitted}, not all of tokens"
+    return f"step {step}: {what}; the request is over, others go on"

@@ -9,3 +9,7 @@ class UserError(Exception):
     """
 
     exit_code = 2
+
+
+class QueueFullError(UserError):
+    """Too many requests wait already; the same one may be sent again later. The server answers with a 503."""

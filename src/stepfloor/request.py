@@ -61,11 +61,30 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the text of a request must match.
+
+    kind   json_schema, regex, ebnf or structural_tag: how `text` is to be read; any JSON value is the schema {}
+    after  text that must have been generated before the grammar begins (the end of the reasoning); None: from the
+           first token
+    """
+
+    kind: Literal["json_schema", "regex", "ebnf", "structural_tag"]
+    text: str
+    after: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One prompt to continue.
 
-    stop_token_ids  end the output and are not delivered; stop  strings that do the same in the text
-    max_tokens      tokens delivered at most
+    stop_token_ids       end the output and are not delivered; stop  strings that do the same in the text
+    max_tokens           tokens delivered at most
+    min_tokens           tokens delivered at least: until then no stop id can be drawn and no stop string is looked for
+    logprobs             report each delivered token's log-probability and those of this many best; None for neither
+    grammar              what the text must match
+    include_stop         the text ends with the stop string instead of before it
+    skip_special_tokens  control tokens leave no text
     """
 
     request_id: str
@@ -74,16 +93,51 @@ class Request:
     max_tokens: int = 128
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    min_tokens: int = 0
+    logprobs: int | None = None
+    grammar: Grammar | None = None
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+
+    @property
+    def waits(self) -> bool:
+        """Whether a step of this request needs what the last one emitted: its mask depends on it."""
+        return self.grammar is not None or self.min_tokens > 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of a delivered token in the target's distribution, and the best (id, log-probability) pairs.
+
+    The distribution is the model's own: before bias, penalties, temperature and filters, as vLLM's raw_logprobs.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What a step delivered to one request: token ids, the text they completed, and why it ended, if it did."""
+    """What a step delivered to one request.
+
+    token_ids      delivered; deltas  the text that each of them completed, and at the end the text that was held
+    finish_reason  why no token follows, if none does; stop_reason  the string or id that ended it
+    error          what went wrong, where finish_reason is "error"
+    logprobs       one for each token, if the request asked for them
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
-    text: str
+    deltas: tuple[str, ...] = ()
     finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The text that can be sent now."""
+        return "".join(self.deltas)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +172,7 @@ class Batch:
     chunks   prompt chunks, run one after another before the decode rows
     decodes  slots whose newest tokens are verified, spec_tokens + 1 rows each
     owners   (slot, serial number of its sequence) of every slot that this step will give tokens
+    logprobs  (slot, how many of the best) of those whose tokens' log-probabilities are wanted
     """
 
     leaves: tuple[int, ...] = ()
@@ -125,6 +180,7 @@ class Batch:
     chunks: tuple[Chunk, ...] = ()
     decodes: tuple[int, ...] = ()
     owners: tuple[tuple[int, int], ...] = ()
+    logprobs: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +188,7 @@ class Delivery:
     """What one step gave one request, which held `slot`.
 
     token_ids  delivered, stop id removed; consumed  tokens of the step that were looked at, a stop id included
+    stop_id    the stop id that ended it, if one did
     """
 
     request_id: str
@@ -139,3 +196,4 @@ class Delivery:
     token_ids: tuple[int, ...]
     consumed: int
     finish_reason: FinishReason | None
+    stop_id: int | None = None

@@ -20,9 +20,9 @@ from hypothesis.stateful import (
 )
 
 from stepfloor.cache.pages import SCRATCH_PAGE
-from stepfloor.errors import UserError
-from stepfloor.request import Batch, Chunk, Delivery, Join, Request
-from stepfloor.scheduler.scheduler import Scheduler
+from stepfloor.errors import QueueFullError, UserError
+from stepfloor.request import Batch, Chunk, Delivery, Grammar, Join, Request
+from stepfloor.scheduler.scheduler import Running, Scheduler
 
 STOP = 9
 PAGE_TOKENS = 4
@@ -64,6 +64,7 @@ class Device:
     pages: tuple[int, ...]
     prefilled: int = 0
     emitted: int = 0
+    passed_over: int = 0  # chunks of others since its last
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -94,13 +95,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt=st.integers(0, 26),
         max_tokens=st.integers(0, 30),
         text=st.lists(st.sampled_from([1, 2, 3, 4, 1, 2, 3, 4, STOP, -1]), min_size=40, max_size=40),
+        waits=st.booleans(),
     )
-    def request(self, name: str, prompt: int, max_tokens: int, text: list[int]) -> None:
+    def request(self, name: str, prompt: int, max_tokens: int, text: list[int], waits: bool) -> None:
         if name not in self.open:  # the engine refuses an id in use
-            self.submit(name, prompt, max_tokens, text)
+            self.submit(name, prompt, max_tokens, text, waits)
 
-    def submit(self, name: str, prompt: int, max_tokens: int, text: list[int]) -> None:
-        request = Request(name, tuple(range(prompt)), max_tokens=max_tokens, stop_token_ids=(STOP,))
+    def submit(self, name: str, prompt: int, max_tokens: int, text: list[int], waits: bool = False) -> None:
+        grammar = Grammar("regex", "x") if waits else None
+        request = Request(name, tuple(range(prompt)), max_tokens=max_tokens, stop_token_ids=(STOP,), grammar=grammar)
         if prompt == 0 or prompt >= self.length or max_tokens < 1:
             with pytest.raises(UserError):
                 self.scheduler.submit(request)
@@ -162,6 +165,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             results[slot] = self._next_ids(device, accepted)
         owned = {slot for slot, _ in batch.owners}
         assert owned == set(results)
+        if self.under_way is not None:
+            again = owned & {s for s, o in self.under_way[2].items() if self.device[s].owner is o}
+            assert not any(self.device[slot].owner.request.waits for slot in again), "its mask is not known yet"
         return results, {slot: self.device[slot].owner for slot in owned}
 
     def _join(self, join: Join) -> None:
@@ -188,8 +194,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert chunk.following == (prompt[end] if end < len(prompt) else None)
         assert end <= len(device.pages) * PAGE_TOKENS
         device.prefilled = end
+        others = [d for d in self.device.values() if d is not device and self._prefills(d)]
+        device.passed_over = 0
+        for other in others:
+            other.passed_over += 1
+            assert other.passed_over < self.slots, "prompts do not take turns"
         if chunk.following is None:
             results[chunk.slot] = self._next_ids(device, 0)
+
+    def _prefills(self, device: Device) -> bool:
+        """Whether its prompt is under way."""
+        request = device.owner.request
+        return self.open.get(request.request_id) is device.owner and device.prefilled < len(request.token_ids)
 
     def _next_ids(self, device: Device, accepted: int) -> list[int]:
         """What the device emits: it knows no limits and no stops, and after a breakdown anything."""
@@ -324,7 +340,33 @@ class ReleasesLate(Scheduler):
         return replace(batch, leaves=late)
 
 
+class LongPromptsFirst(Scheduler):
+    """Bug: a prompt that was begun is finished before the next one has a chunk."""
+
+    def _next_chunk(self, sequence: Running) -> Chunk:
+        turn = sequence.turn
+        chunk = super()._next_chunk(sequence)
+        sequence.turn = turn
+        return chunk
+
+
+class DoesNotWait(Scheduler):
+    """Bug: a request with a grammar runs on before its mask can be known."""
+
+    def next_batch(self) -> Batch:
+        held = {s.slot: s.in_flight for s in self.running.values()}
+        for sequence in self.running.values():
+            sequence.in_flight = 0
+        batch = super().next_batch()
+        for slot, count in held.items():
+            if slot in self.running:
+                self.running[slot].in_flight += count
+        return batch
+
+
 BUGS = [
+    LongPromptsFirst,
+    DoesNotWait,
     ForgetsTheSerial,
     OneWindowShort,
     LetsTheSmallOvertake,
@@ -347,7 +389,7 @@ def test_the_machine_catches(bug: type[Scheduler]) -> None:
 
 
 def test_a_step_in_steady_decode() -> None:
-    """Two sequences: prompts chunk by chunk in turn, then both decode together."""
+    """Two sequences: prompts take turns, one chunk a step, and whose prompt is done decodes beside them."""
     scheduler = Scheduler(2, 40, PAGE_TOKENS, 3, 4, 64)
     for name in "ab":
         scheduler.submit(Request(name, tuple(range(6)), max_tokens=8))
@@ -356,10 +398,62 @@ def test_a_step_in_steady_decode() -> None:
     assert first.chunks == (Chunk(0, 0, (0, 1, 2, 3), 4),)
     assert not first.owners
     second = scheduler.next_batch()
-    assert second.chunks == (Chunk(0, 4, (4, 5), None),)
-    assert second.owners == ((0, 0),)
+    assert second.chunks == (Chunk(1, 0, (0, 1, 2, 3), 4),)
+    assert not second.owners
     third = scheduler.next_batch()
-    assert (third.chunks, third.decodes) == ((Chunk(1, 0, (0, 1, 2, 3), 4),), (0,))
+    assert third.chunks == (Chunk(0, 4, (4, 5), None),)
+    assert third.owners == ((0, 0),)
     fourth, fifth = scheduler.next_batch(), scheduler.next_batch()
     assert (fourth.chunks, fourth.decodes) == ((Chunk(1, 4, (4, 5), None),), (0,))
     assert (fifth.chunks, fifth.decodes) == ((), (0, 1))
+
+
+def test_a_long_prompt_stalls_nobody() -> None:
+    """A prompt of 100 chunks came first: who decodes gets a token a step, and a short prompt waits for one chunk."""
+    scheduler = Scheduler(3, 400, PAGE_TOKENS, 0, 4, 600)
+    scheduler.submit(Request("decodes", (1,), max_tokens=200))
+    scheduler.commit(scheduler.next_batch(), {0: [1]})
+    scheduler.submit(Request("long", tuple(range(400))))
+    assert scheduler.next_batch().decodes == (0,)
+    scheduler.submit(Request("short", (1, 2)))
+    batches = [scheduler.next_batch() for _ in range(100)]
+    assert all(0 in batch.decodes for batch in batches)
+    assert [batch.chunks[0].slot for batch in batches[:3]] == [1, 2, 1]
+    assert 2 in batches[2].decodes
+    assert all(len(batch.chunks) == 1 and len(batch.chunks[0].token_ids) <= 4 for batch in batches)
+
+
+def test_the_queue_is_bounded() -> None:
+    scheduler = Scheduler(1, 40, PAGE_TOKENS, 0, 4, 16, max_queued=2)
+    for name in "abc":
+        scheduler.submit(Request(name, (1,)))
+    with pytest.raises(QueueFullError, match=r"0 requests run, 3 wait and 1 more would make 3 .* 2 may wait"):
+        scheduler.submit(Request("d", (1,)))
+    scheduler.next_batch()
+    with pytest.raises(QueueFullError, match="1 requests run, 2 wait"):
+        scheduler.submit(Request("d", (1,)))
+    assert scheduler.end("a")
+    scheduler.next_batch()
+    scheduler.submit(Request("d", (1,)))
+
+
+def test_a_request_with_a_mask_waits_for_each_result() -> None:
+    """Its mask depends on what it emitted; the other one still runs a step ahead."""
+    scheduler = Scheduler(2, 40, PAGE_TOKENS, 0, 4, 16)
+    scheduler.submit(Request("masked", (1,), min_tokens=3, max_tokens=8))
+    scheduler.submit(Request("free", (1,), max_tokens=8))
+    steps = [scheduler.next_batch() for _ in range(4)]
+    assert [step.decodes for step in steps] == [(), (), (1,), (1,)]
+    for step in steps:
+        scheduler.commit(step, {slot: [2] for slot, _ in step.owners})
+    assert scheduler.next_batch().decodes == (0, 1)
+    assert scheduler.next_batch().decodes == (1,)
+
+
+@pytest.mark.parametrize("token", [-1, 4294967295, 100])
+def test_impossible_ids_are_never_delivered(token: int) -> None:
+    scheduler = Scheduler(1, 40, PAGE_TOKENS, 3, 4, 16, vocab_size=100)
+    scheduler.submit(Request("r", (1,)))
+    (delivery,) = scheduler.commit(scheduler.next_batch(), {0: [5, token, 6]})
+    assert (delivery.token_ids, delivery.finish_reason) == ((5,), "error")
+    assert not scheduler.running

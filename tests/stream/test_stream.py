@@ -54,20 +54,20 @@ def test_requests_do_not_share_text() -> None:
         stream.open(Request(name, ()))
     assert stream.push("one", [0]).text == ""
     assert stream.push("two", [2]).text == "a"
-    assert stream.push("one", [1], "length") == Piece("one", (1,), "😀", "length")
+    assert stream.push("one", [1], "length") == Piece("one", (1,), ("😀",), "length")
 
 
 def test_the_end_flushes_what_waited() -> None:
     stream = Stream([b"own", b"\xf0\x9f"].__getitem__)
     stream.open(Request("r", (), stop=("own fox",)))
     assert stream.push("r", [0]).text == ""
-    assert stream.push("r", [1], "length") == Piece("r", (1,), "own�", "length")
+    assert stream.push("r", [1], "length") == Piece("r", (1,), ("", "own�"), "length")
 
 
 def test_without_a_tokenizer() -> None:
     stream = Stream()
     stream.open(Request("r", ()))
-    assert stream.push("r", [5, 6], "stop") == Piece("r", (5, 6), "", "stop")
+    assert stream.push("r", [5, 6], "stop") == Piece("r", (5, 6), (), "stop")
     with pytest.raises(UserError, match="stop strings need a tokenizer"):
         stream.open(Request("s", (), stop=("x",)))
 
@@ -95,3 +95,37 @@ def test_a_finished_request_is_closed() -> None:
     stream.open(Request("r", ()))
     stream.close("r")
     stream.close("r")
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 7])
+def test_what_ended_the_text_is_told(step: int) -> None:
+    """Anthropic's clients read which stop sequence it was; OpenAI's may want it in the text."""
+    stream = Stream(FOX.__getitem__)
+    stream.open(Request("r", (), stop=("ps", "own fox"), include_stop=True))
+    pieces = run(stream, list(range(7)), [step])
+    assert "".join(p.text for p in pieces) == "The quick brown fox"
+    assert pieces[-1].stop_reason == "own fox"
+    stream.open(Request("s", ()))
+    assert stream.push("s", [0], "stop", 7).stop_reason == 7
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 7])
+def test_no_stop_string_before_min_tokens(step: int) -> None:
+    stream = Stream(FOX.__getitem__)
+    stream.open(Request("r", (), stop=("o", "jum"), min_tokens=6))
+    pieces = run(stream, list(range(7)), [step])
+    assert "".join(p.text for p in pieces) == "The quick brown fox "
+
+
+def test_each_delta_is_of_its_token() -> None:
+    """Reasoning tokens are counted by the text each token completed."""
+    stream = Stream([b"a", b"\xf0\x9f", b"\x98\x80", b"b"].__getitem__)
+    stream.open(Request("r", ()))
+    assert stream.push("r", [0, 1, 2, 3]).deltas == ("a", "", "😀", "b")
+
+
+def test_control_tokens_show_when_asked() -> None:
+    stream = Stream([b"a", b"<|im_end|>"].__getitem__, {1})
+    stream.open(Request("r", (), skip_special_tokens=False))
+    stream.open(Request("s", ()))
+    assert (stream.push("r", [0, 1]).text, stream.push("s", [0, 1]).text) == ("a<|im_end|>", "a")

@@ -42,7 +42,7 @@ def test_stop_string_in_two_tokens() -> None:
     """The first part of a stop string that spans two tokens was sent; only that suffix may wait."""
     found, text = deltas([b"The", b" quick", b" br", b"own", b" f"], ("own fox",))
     assert found == ["The", " quick", " br", "", ""]
-    assert not text.stopped
+    assert text.stopped is None
     found, text = deltas([b"The", b" quick", b" br", b"own", b" f", b"ox", b" jumps"], ("own fox",))
     assert "".join(found) == "The quick br"
     assert text.stopped
@@ -87,7 +87,7 @@ def test_stop_strings_in_any_tokens(whole: str, marks: set[int], stops: list[str
         sent += text.push(i)
         seen = b"".join(tokens[: i + 1]).decode("utf-8", "ignore")
         where = first_stop(seen, stop)
-        assert text.stopped == (where is not None)
+        assert (text.stopped is not None) == (where is not None)
         if where:
             assert sent == seen[: where[0]]
             assert text.flush() == ""

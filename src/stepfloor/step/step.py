@@ -4,13 +4,15 @@ Everything a step needs to know about a sequence is on the device, by slot; the 
 joins and reads the emitted ids. A prompt's last chunk ends like a step whose rows were all accepted.
 
 On a GPU the decode part of a step is one captured graph for each number of sequences (BUCKETS); slots that a batch
-leaves free point at the padding slot. The host queues a step, then reads the ids of the step before.
+leaves free point at the padding slot. The host queues a step, then reads the ids of the step before. Sequences with a
+mask or whose log-probabilities are wanted decode behind the graph, kernel by kernel, in a pass of their own.
 """
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from stepfloor.config import EngineConfig
 from stepfloor.kernels.begin_rows import SlotState, begin_rows
 from stepfloor.kernels.commit_rows import commit_rows
 from stepfloor.model.model import Model
-from stepfloor.request import Batch, Chunk, Join
+from stepfloor.request import Batch, Chunk, Join, TokenLogprob
 from stepfloor.sampler.sampler import Sampler, Stage
 
 logger = logging.getLogger(__name__)
@@ -34,33 +36,58 @@ _POLL_S = 20e-6
 class Report:
     """What the device says of some slots, on its way to the host.
 
-    ids    [B, R + 1] int64 on the host: emitted ids, then how many of them are accepted drafts
-    ready  recorded behind the copy; None where there is nothing to wait for
+    values  [B, ...] on the host
+    ready   recorded behind the copy; None where there is nothing to wait for
     """
 
     slots: tuple[int, ...]
-    ids: Tensor
+    values: Tensor
     ready: torch.cuda.Event | None
+
+    def wait(self) -> list[tuple[int, list[Any]]]:
+        """Each slot with its row."""
+        # asking does not stop the queue, as a synchronising call could
+        while self.ready is not None and not self.ready.query():
+            time.sleep(_POLL_S)
+        return list(zip(self.slots, self.values.tolist(), strict=False))
+
+
+NO_MASKS: Mapping[int, Tensor] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """Ids that a step emitted, still on their way; wait() reads them.
 
-    An id is -1 where the logits were not finite.
+    reports   [B, R + 1] int64: emitted ids, -1 where the logits were not finite, then how many are accepted drafts
+    drafts    [B, k] int64, proposed after what was emitted, of slots whose next mask depends on them
+    logprobs  [1, R, 1 + 2 n] fp32 of a slot that wants them: of each emitted token, of the n best, and their ids
     """
 
     reports: tuple[Report, ...]
+    drafts: tuple[Report, ...] = ()
+    logprobs: tuple[Report, ...] = ()
 
     def wait(self) -> dict[int, list[int]]:
         """Emitted ids by slot, at least one each."""
         result: dict[int, list[int]] = {}
         for report in self.reports:
-            # asking does not stop the queue, as a synchronising call could
-            while report.ready is not None and not report.ready.query():
-                time.sleep(_POLL_S)
-            for slot, (*ids, accepted) in zip(report.slots, report.ids.tolist(), strict=False):
+            for slot, (*ids, accepted) in report.wait():
                 result[slot] = ids[: accepted + 1]
+        return result
+
+    def wait_drafts(self) -> dict[int, list[int]]:
+        """Drafts by slot."""
+        return {slot: drafts for report in self.drafts for slot, drafts in report.wait()}
+
+    def wait_logprobs(self) -> dict[int, list[TokenLogprob]]:
+        """Log-probabilities by slot, one for each row; those behind the last emitted token mean nothing."""
+        result: dict[int, list[TokenLogprob]] = {}
+        for report in self.logprobs:
+            for slot, rows in report.wait():
+                n = len(rows[0]) // 2
+                best = (zip(map(int, row[1 + n :]), row[1 : 1 + n], strict=True) for row in rows)
+                result[slot] = [TokenLogprob(row[0], tuple(top)) for row, top in zip(rows, best, strict=True)]
         return result
 
 
@@ -109,13 +136,23 @@ class Step:
             rejected=integers(slots),
             history=integers(slots, model.config.ngram_size - 1),
         )
+        self._masks: Mapping[int, Tensor] = NO_MASKS
+        self._wanted: dict[int, int] = {}
+        self._logprobs: list[Report] = []
         self.graphs = Graphs()
         if self.on_gpu:
             self._warm_up()
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> StepOutput:
-        """Queue one step. The ids arrive with StepOutput.wait()."""
+    def run(self, batch: Batch, masks: Mapping[int, Tensor] = NO_MASKS) -> StepOutput:
+        """Queue one step. The ids arrive with StepOutput.wait().
+
+        masks  by slot, int32 [rows, ceil(V / 32)] on the host: bit i of word w of row j is set if row j may give token
+               32 w + i. A slot that has one runs this step only after its last result was read, because row j's mask
+               depends on the drafts before it; its output says which drafts come next.
+        """
+        self._masks, self._wanted = masks, dict(batch.logprobs)
+        self._logprobs.clear()
         for slot in batch.leaves:
             # the steps that still ran for it were queued before, so its settings may change now
             self.sampler.release(slot)
@@ -128,13 +165,20 @@ class Step:
                 report = torch.cat((token[:, None], torch.zeros_like(token)[:, None]), 1)
                 reports.append(self._to_host((chunk.slot,), report))
         if batch.decodes:
-            reports.append(self._to_host(batch.decodes, self._run_decodes(batch.decodes)))
-        return StepOutput(tuple(reports))
+            apart = tuple(slot for slot in batch.decodes if slot in masks or slot in self._wanted)
+            together = tuple(slot for slot in batch.decodes if slot not in apart) if self.on_gpu else batch.decodes
+            if together:
+                reports.append(self._to_host(together, self._run_decodes(together)))
+            if apart and self.on_gpu:
+                reports.append(self._to_host(apart, self._decode(self._tensor(apart), apart)))
+        masked = tuple(slot for slot, _ in batch.owners if slot in masks)
+        drafts = (self._to_host(masked, self.state.drafts[self._tensor(masked)]),) if masked else ()
+        return StepOutput(tuple(reports), drafts, tuple(self._logprobs))
 
     def _run_decodes(self, decodes: tuple[int, ...]) -> Tensor:
         """Queue the decode part for these slots, captured where it can be; its report."""
         if not self.on_gpu:
-            return self._decode(self._tensor(decodes))
+            return self._decode(self._tensor(decodes), decodes)
         size = bucket(len(decodes), self.config.max_num_seqs)
         slots = decodes + (self.sampler.padding_slot,) * (size - len(decodes))
         if self.config.enforce_eager:
@@ -207,7 +251,9 @@ class Step:
             following = self._tensor((chunk.following,))
         else:
             state.length[slots] = first + tokens.shape[1]
-            token = self.sampler.sample(model.logits(hidden[-1:]), slots, state.length[slots])
+            raw = model.logits(hidden[-1:])
+            token = self.sampler.sample(self._masked(raw[None], (chunk.slot,))[0], slots, state.length[slots])
+            self._note_logprobs(raw[None], token[None], (chunk.slot,))
             self.sampler.commit(slots, token)
             state.token[slots] = token
             following = token.clamp(min=0)
@@ -218,9 +264,10 @@ class Step:
                 self._draft(slots, state.length[slots], residual[-1:], hidden[-1:])
         return token
 
-    def _decode(self, slots: Tensor) -> Tensor:
+    def _decode(self, slots: Tensor, numbers: Sequence[int] = ()) -> Tensor:
         """Verify k + 1 rows of each slot, commit what was accepted, draft again.
 
+        numbers  the slots as the host knows them, where masks and log-probabilities are looked at; never in a graph
         Returns the report [B, k + 2]: emitted ids, then how many of them are accepted drafts.
         """
         model, state = self.model, self.state
@@ -230,7 +277,9 @@ class Step:
         rows = Rows(tokens, slots, first, pending, rejected, history, chunk=False, settled=True)
         residual, hidden = model.target(rows, self.cache)
         logits = model.logits(hidden).unflatten(0, tokens.shape)
-        emitted, accepted = self.sampler.accept(logits, drafts, slots, first + 1)
+        masked = self._masked(logits, numbers)
+        emitted, accepted = self.sampler.accept(masked, drafts, slots, first + 1)
+        self._note_logprobs(logits, emitted, numbers)
         self.sampler.commit(slots, emitted)
         following, last, report = commit_rows(
             emitted,
@@ -272,14 +321,38 @@ class Step:
             drafts[:, j] = self.sampler.draft(logits, slots, length + (1 + j), drafts[:, :j])
         self.state.drafts[slots] = drafts
 
-    def _to_host(self, slots: tuple[int, ...], report: Tensor) -> Report:
+    def _to_host(self, slots: tuple[int, ...], values: Tensor) -> Report:
         if not self.on_gpu:
-            return Report(slots, report, None)
-        ids = torch.empty(report.shape, dtype=report.dtype, pin_memory=True)
-        ids.copy_(report, non_blocking=True)
+            return Report(slots, values, None)
+        copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        copy.copy_(values, non_blocking=True)
         ready = torch.cuda.Event()
         ready.record()
-        return Report(slots, ids, ready)
+        return Report(slots, copy, ready)
+
+    def _masked(self, logits: Tensor, slots: Sequence[int]) -> Tensor:
+        """Logits [B, R, V] with -inf where a slot's mask forbids a token; the same tensor if none has a mask."""
+        rows = [row for row, slot in enumerate(slots) if slot in self._masks]
+        if not rows:
+            return logits
+        masks = torch.stack([self._masks[slots[row]] for row in rows])
+        masks = masks.pin_memory().to(self.device, non_blocking=True) if self.on_gpu else masks
+        bits = (masks[..., None] >> torch.arange(32, dtype=torch.int32, device=self.device)) & 1  # [rows, R, W, 32]
+        allowed = bits.flatten(2)[..., : logits.shape[2]] != 0
+        index = self._tensor(rows)
+        logits = logits.clone()
+        logits[index] = logits[index].masked_fill(~allowed, float("-inf"))
+        return logits
+
+    def _note_logprobs(self, logits: Tensor, emitted: Tensor, slots: Sequence[int]) -> None:
+        """Keep what was asked for of logits [B, R, V], before any setting or mask, and emitted [B, R]."""
+        for row, slot in enumerate(slots):
+            if (count := self._wanted.get(slot)) is not None:
+                log_p = torch.log_softmax(logits[row].float(), dim=-1)
+                chosen = log_p.gather(1, emitted[row].clamp(min=0)[:, None])
+                values, ids = torch.topk(log_p, count, dim=-1)
+                # float32 holds every id: a vocabulary has fewer than 2**24
+                self._logprobs.append(self._to_host((slot,), torch.cat((chosen, values, ids.float()), 1)[None]))
 
     def _tensor(self, values: Sequence[int]) -> Tensor:
         """Integers on the device, without waiting for what is queued there."""

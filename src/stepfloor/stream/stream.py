@@ -37,12 +37,24 @@ class Stream:
                 )
             self._texts[request.request_id] = None
         else:
-            self._texts[request.request_id] = TextStream(self._token_bytes, self._hidden_ids, request.stop)
+            self._texts[request.request_id] = TextStream(
+                self._token_bytes,
+                self._hidden_ids if request.skip_special_tokens else (),
+                request.stop,
+                request.min_tokens,
+                request.include_stop,
+            )
 
-    def push(self, request_id: str, ids: Sequence[int], finish_reason: FinishReason | None = None) -> Piece:
+    def push(
+        self,
+        request_id: str,
+        ids: Sequence[int],
+        finish_reason: FinishReason | None = None,
+        stop_id: int | None = None,
+    ) -> Piece:
         """Deliver the tokens of one step.
 
-        finish_reason  why no token follows, if none does
+        finish_reason  why no token follows, if none does; stop_id  the id that ended it, if one did
         Returns the Piece to send: its ids end with the token that completed a stop string, if one did, and its
         finish_reason is then "stop" whatever was passed. A finished request is closed. Raises ValueError for a
         request that is not open.
@@ -51,9 +63,9 @@ class Stream:
             raise ValueError(f"request {request_id!r} is not open")
         text = self._texts[request_id]
         if text is None:
-            piece = Piece(request_id, tuple(ids), "", finish_reason)
+            piece = Piece(request_id, tuple(ids), (), finish_reason, stop_id)
         else:
-            piece = _text_piece(text, request_id, ids, finish_reason)
+            piece = _text_piece(text, request_id, ids, finish_reason, stop_id)
         if piece.finish_reason is not None:
             self.close(request_id)
         return piece
@@ -63,14 +75,16 @@ class Stream:
         self._texts.pop(request_id, None)
 
 
-def _text_piece(text: TextStream, request_id: str, ids: Sequence[int], finish_reason: FinishReason | None) -> Piece:
-    delivered: list[int] = []
+def _text_piece(
+    text: TextStream, request_id: str, ids: Sequence[int], finish_reason: FinishReason | None, stop_id: int | None
+) -> Piece:
     deltas: list[str] = []
     for token_id in ids:
-        delivered.append(token_id)
         deltas.append(text.push(token_id))
-        if text.stopped:
-            break
-    if finish_reason is not None and not text.stopped:
-        deltas.append(text.flush())
-    return Piece(request_id, tuple(delivered), "".join(deltas), "stop" if text.stopped else finish_reason)
+        if text.stopped is not None:
+            return Piece(request_id, tuple(ids[: len(deltas)]), tuple(deltas), "stop", text.stopped)
+    if finish_reason is not None and (rest := text.flush()):
+        deltas.append(rest)
+        if text.stopped is not None:
+            return Piece(request_id, tuple(ids), tuple(deltas), "stop", text.stopped)
+    return Piece(request_id, tuple(ids), tuple(deltas), finish_reason, stop_id)
