@@ -70,7 +70,7 @@ def floor(
     distinct_experts: Annotated[
         str | None, typer.Option(help="Measured overlap, TOKENS=EXPERTS a layer: 4=32.5. Without it, uniform.")
     ] = None,
-    kv_cache_dtype: Annotated[str, typer.Option(help="bf16 or fp8.")] = "bf16",
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto (bf16) or fp8.")] = "auto",
     link: Annotated[str | None, typer.Option(help="roce, pcie or nvlink, between devices.")] = None,
     collective_us: Annotated[float | None, typer.Option(help="Measured latency of one small exchange.")] = None,
     memory: Annotated[bool, typer.Option("--memory", help="Plan the memory as well.")] = False,
@@ -78,7 +78,7 @@ def floor(
     max_model_len: Annotated[int, typer.Option(help="For --memory: tokens of the longest sequence.")] = 32_768,
     max_num_batched_tokens: Annotated[int, typer.Option(help="For --memory: longest prompt chunk.")] = 2048,
     block_size: Annotated[int, typer.Option(help="For --memory: tokens of a page.")] = 64,
-    ngram_table: Annotated[str, typer.Option(help="For --memory: gpu, pinned, mmap or direct.")] = "gpu",
+    ngram_table: Annotated[str, typer.Option(help="For --memory: device, pinned, mmap or direct.")] = "device",
     state_copies: Annotated[int, typer.Option(help="For --memory: states kept for prefix reuse.")] = 0,
     available_gib: Annotated[float | None, typer.Option(help="For --memory: what the device really has free.")] = None,
     host_gib: Annotated[float, typer.Option(help="For --memory: the host's available memory.")] = 64.0,

@@ -42,6 +42,7 @@ def line(of: MemoryPlan, component: str) -> int:
         EngineConfig(spec_tokens=3, max_num_seqs=1, max_model_len=300, block_size=64),
         EngineConfig(spec_tokens=0, max_num_seqs=5, max_model_len=1001, block_size=16),
         EngineConfig(spec_tokens=7, max_num_seqs=3, max_model_len=64, block_size=128),
+        EngineConfig(spec_tokens=2, max_num_seqs=2, max_model_len=200, kv_cache_dtype="fp8"),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -53,7 +54,8 @@ def test_cache_lines_are_what_the_engine_allocates(engine: EngineConfig, dtype: 
         return sum(t.numel() * t.element_size() for t in tensors)
 
     lines = {
-        x.component: x.nbytes for x in memory.cache_lines(SHIPPED, engine, Placement(), activation_bytes=dtype.itemsize)
+        x.component: x.nbytes
+        for x in memory.cache_lines(SHIPPED, engine, memory.placement_of(engine), activation_bytes=dtype.itemsize)
     }
     assert lines == {
         "keys and values": size(*cache.keys, *cache.values),
@@ -155,7 +157,7 @@ def test_table_on_the_host_never_counts_on_the_device() -> None:
     assert place("pinned", 60).fits
     assert place("direct", 60).fits
     assert place("pinned", 60).total("device") == place("mmap", 60).total("device")
-    assert place("gpu", 60).total("device") - place("mmap", 60).total("device") == 320_001_536 * 160 + 2
+    assert place("device", 60).total("device") - place("mmap", 60).total("device") == 320_001_536 * 160 + 2
     refusal = place("pinned", 50).refusal()
     assert refusal is not None
     assert refusal.startswith("host memory: wanted 51.68 GiB (n-gram table 47.68 + reserve 4.00); 46.57 GiB are avail")
@@ -164,8 +166,12 @@ def test_table_on_the_host_never_counts_on_the_device() -> None:
 
 def test_pinned_table_on_unified_memory_lies_in_the_pool() -> None:
     capacity = unified_capacity({"MemAvailable": 100 * GIB})
-    assert plan(capacity, Placement("pinned")).total("host") == 0
-    assert plan(capacity, Placement("pinned")).total("device") == plan(capacity, Placement("gpu")).total("device")
+    pinned = plan(capacity, Placement("pinned"))
+    assert pinned.total("host") == 0
+    assert [x.note for x in pinned.lines if x.component == "n-gram table"] == [
+        "pinned in the pool that the device uses too: nothing is gained"
+    ]
+    assert plan(capacity, Placement("pinned")).total("device") == plan(capacity, Placement("device")).total("device")
 
 
 @pytest.mark.parametrize("gib", [80, 90, 96, 139])

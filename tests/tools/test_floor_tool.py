@@ -119,7 +119,7 @@ def test_several_devices_say_what_they_exchange(bf16: Checkpoint) -> None:
         ({"acceptance_length": 4.5}, "3 drafts give 1 to 4 tokens a step; got 4.5"),
         ({"distinct_experts": "4=9"}, "4 tokens .* touch 10 to 40 experts; got 9"),
         ({"link": "string"}, "--link must be one of roce, pcie, nvlink"),
-        ({"kv_cache_dtype": "int4"}, "--kv-cache-dtype must be bf16 or fp8"),
+        ({"kv_cache_dtype": "int4"}, "--kv-cache-dtype must be auto, bf16 or fp8"),
     ],
 )
 def test_refusals(bf16: Checkpoint, options: dict[str, Any], wanted: str) -> None:
@@ -148,7 +148,7 @@ def test_memory_plan_of_a_question(bf16: Checkpoint) -> None:
     small = ask(bf16.config, "gb10", what_if="experts=nvfp4,dense=fp8")
     assert memory(bf16, small, table="mmap", available_gib=None, **options).fits
     assert not memory(bf16, small, table="mmap", available_gib=60.0, **options).fits
-    with pytest.raises(UserError, match="--ngram-table must be one of gpu, pinned, mmap, direct; got 'tape'"):
+    with pytest.raises(UserError, match="--ngram-table must be one of device, pinned, mmap, direct; got 'tape'"):
         memory(bf16, question, table="tape", available_gib=None, **options)
 
 

@@ -624,13 +624,18 @@ def shipped() -> Path:
     return Path(cli.__file__).parent / "shipped"
 
 
-def agreement(a: list[list[int]], b: list[list[int]]) -> float:
-    """Mean share of a continuation before the first difference."""
-    shares = []
-    for p, q in zip(a, b, strict=True):
-        first = next((i for i, (x, y) in enumerate(zip(p, q, strict=True)) if x != y), len(p))
-        shares.append(first / len(p))
-    return sum(shares) / len(shares)
+def same_next(checkpoint: Checkpoint, texts: list[list[int]], step: int) -> float:
+    """Share of positions where a model that is given the first model's text goes on with the same token."""
+    tokenizer = Tokenizer.load(shipped())
+    engine = Engine(checkpoint, EngineConfig(spec_tokens=0, max_num_seqs=8, max_model_len=256))
+    wanted: dict[str, int] = {}
+    for text, continued in zip(TEXTS, texts, strict=False):
+        for i in range(0, len(continued), step):
+            wanted[f"{text} {i}"] = continued[i]
+            prompt = (*tokenizer.encode(text), *continued[:i])
+            engine.submit(Request(f"{text} {i}", prompt, SamplingParams(temperature=0.0, seed=0), 1, ()))
+    found = {piece.request_id: piece.token_ids[0] for piece in engine.run() if piece.token_ids}
+    return sum(found[name] == token for name, token in wanted.items()) / len(wanted)
 
 
 @pytest.mark.parametrize("kinds", [("draft-head-nvfp4", "mtp-fp8"), ("fp8-dense",)])
@@ -640,24 +645,28 @@ def test_the_engine_runs_what_was_converted(tmp_path: Path, kinds: tuple[str, ..
     for kind in kinds:
         at = run(at, kind, tmp_path / kind)
     before, _ = greedy(open_checkpoint(shipped()), 1, 16)
-    after, _ = greedy(open_checkpoint(at), 1, 16)
-    if "fp8-dense" not in kinds:
-        assert after == before
-    assert agreement(before, after) > 0.25
+    if "fp8-dense" in kinds:
+        assert same_next(open_checkpoint(at), before, 2) >= 0.75  # 6 of 8: one near-tie may lie among them
+    else:
+        assert greedy(open_checkpoint(at), 1, 16)[0] == before
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", CONVERSIONS)
 def test_text_and_acceptance_of_the_small_model(tmp_path: Path, kind: str) -> None:
     """The figures of benchmarks/conversion.md. 6 texts of 64 tokens give some 140 steps: a share is known to 0.04 (one
-    standard deviation), and two of them may lie 0.15 apart."""
+    standard deviation), and two of them may lie 0.15 apart. The small model's text has many near-ties, and rounding its
+    matrices by 3 % (the table by 10 %) moves them: given the same text, nine in ten next tokens are the same."""
     before, accepted = greedy(open_checkpoint(shipped()), 6, 64)
-    after, accepted_after = greedy(open_checkpoint(run(shipped(), kind, tmp_path / "new")), 6, 64)
-    printed = [" ".join(f"{share:.3f}" for share in shares) for shares in (accepted, accepted_after)]
-    print(f"{kind}: agree {agreement(before, after):.2f}, accepted {printed[0]} before, {printed[1]} after")
+    result = open_checkpoint(run(shipped(), kind, tmp_path / "new"))
+    after, accepted_after = greedy(result, 6, 64)
+    share = same_next(result, before, 4)
+    printed = [" ".join(f"{one:.3f}" for one in shares) for shares in (accepted, accepted_after)]
+    same = sum(a == b for a, b in zip(before, after, strict=True))
+    print(f"{kind}: {same} of 6 texts the same, next token {share:.3f}, accepted {printed[0]}, then {printed[1]}")
     if kind in ("draft-head-nvfp4", "mtp-fp8"):
         assert after == before
-    assert agreement(before, after) > 0.25
+    assert share > (0.8 if kind == "ple-nvfp4" else 0.9)
     assert all(math.isclose(a, b, abs_tol=0.15) for a, b in zip(accepted, accepted_after, strict=True))
 
 

@@ -4,7 +4,7 @@ How the engine uses it: build Capacity from the driver (discrete_capacity) or fr
 call plan_memory with the checkpoint's weights and its own EngineConfig, and raise UserError(plan.refusal()) where
 that is not None. What it allocates afterwards is what the lines say: `cache/tensors.py` agrees with them to the byte.
 
-    plan = plan_memory(checkpoint.config, checkpoint.weights, engine_config, capacity, Placement(table="pinned"))
+    plan = plan_memory(checkpoint.config, checkpoint.weights, engine_config, capacity)
     if refusal := plan.refusal():
         raise UserError(refusal)
 
@@ -22,11 +22,11 @@ from stepfloor.roofline.bytes import BF16_BYTES, FP32_BYTES, INT64_BYTES
 from stepfloor.roofline.groups import HasBytes, component_bytes
 from stepfloor.roofline.shards import ONE_DEVICE, Shards, device_bytes
 
-TablePlace = Literal["gpu", "pinned", "mmap", "direct"]
+TablePlace = Literal["device", "pinned", "mmap", "direct"]
 KvDtype = Literal["bf16", "fp8"]
 Where = Literal["device", "host"]
 
-TABLE_PLACES: tuple[TablePlace, ...] = ("gpu", "pinned", "mmap", "direct")
+TABLE_PLACES: tuple[TablePlace, ...] = ("device", "pinned", "mmap", "direct")
 KV_BYTES: dict[str, int] = {"bf16": 2, "fp8": 1}
 _GIB = 1 << 30
 _MIB = 1 << 20
@@ -61,7 +61,7 @@ class Capacity:
 class Placement:
     """Where things go, and how large what may be chosen is.
 
-    table          gpu; pinned: on the host, locked; mmap: in the page cache, as far as that reaches; direct: read
+    table          device; pinned: on the host, locked; mmap: in the page cache, as far as that reaches; direct: read
                    from the disk row by row past the page cache
     kv_dtype       of keys and values; block keys and index keys stay in the activations' type
     state_copies   recurrent states kept beside the running ones, for prefix reuse; host_state_copies  on the host
@@ -70,7 +70,7 @@ class Placement:
     score_rows     rows of a prompt chunk whose block scores are in memory at once; None is all of them
     """
 
-    table: TablePlace = "gpu"
+    table: TablePlace = "device"
     kv_dtype: KvDtype = "bf16"
     state_copies: int = 0
     host_state_copies: int = 0
@@ -145,9 +145,12 @@ class MemoryPlan:
             advice.append(f"--max-model-len {self.max_model_len} fits with {engine.max_num_seqs} sequences")
         if 0 < self.max_num_seqs < engine.max_num_seqs:
             advice.append(f"--max-num-seqs {self.max_num_seqs} fits with {engine.max_model_len} tokens each")
-        on_the_way = {"pinned": "host", "gpu": "device"}.get(self.table)
+        on_the_way = {"pinned": "host", "device": "device"}.get(self.table)
         if on_the_way and self.short("device" if self.capacity.unified or on_the_way == "device" else "host"):
-            advice.append("the n-gram table may be placed elsewhere: --ngram-table mmap takes no memory of its own")
+            elsewhere = "mmap takes no memory of its own"
+            if self.table == "device" and not self.capacity.unified:
+                elsewhere = "pinned takes the host's"
+            advice.append(f"the n-gram table may be placed elsewhere: --ngram-table {elsewhere}")
         return advice or ["a smaller checkpoint is needed (`stepfloor convert`), or more devices"]
 
 
@@ -205,10 +208,11 @@ def plan_memory(
 
     weights           canonical name -> weight, of a checkpoint or of roofline.planned; the drafter's are left out
                       where engine.spec_tokens is 0
+    placement         as the engine's own settings say, without one
     activation_bytes  2 for bf16; 4 for a checkpoint in float32
     Raises ValueError for a weight that the byte model does not know.
     """
-    placement = placement or Placement()
+    placement = placement or placement_of(engine)
     kept = {n: w for n, w in weights.items() if engine.spec_tokens or not n.startswith("mtp.")}
     fixed = tuple(_weight_lines(kept, placement, shards, capacity))
 
@@ -226,6 +230,11 @@ def plan_memory(
     longest = _largest(lambda n: fits(replace(engine, max_model_len=n)), config.max_position_embeddings)
     most = _largest(lambda n: fits(replace(engine, max_num_seqs=n)), _MAX_SEQUENCES)
     return MemoryPlan(lines(engine), capacity, placement.table, engine, longest, most)
+
+
+def placement_of(engine: EngineConfig) -> Placement:
+    """What an engine's settings say of the table and of keys and values."""
+    return Placement(table=engine.ngram_table, kv_dtype="fp8" if engine.kv_cache_dtype == "fp8" else "bf16")
 
 
 def cache_lines(
@@ -305,10 +314,11 @@ def _weight_lines(
     lines = [Line(f"weights: {_WORDS[name]}", size, "device") for name, size in sizes.items() if size]
     lines.sort(key=lambda line: -line.nbytes)
     host: Where = "device" if capacity.unified else "host"
-    if placement.table == "gpu":
+    if placement.table == "device":
         lines.append(Line("n-gram table", table, "device"))
     elif placement.table == "pinned":
-        lines.append(Line("n-gram table", whole_table, host, "pinned"))
+        note = "pinned in the pool that the device uses too: nothing is gained" if capacity.unified else "pinned"
+        lines.append(Line("n-gram table", whole_table, host, note))
     elif placement.table == "mmap":
         note = f"{whole_table / _GIB:.2f} GiB mapped; the page cache keeps what is left free"
         lines.append(Line("n-gram table", 0, host, note))

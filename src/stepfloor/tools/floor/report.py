@@ -104,7 +104,7 @@ def ask(
     acceptance_length: float | None = None,
     what_if: str = "",
     distinct_experts: str | None = None,
-    kv_cache_dtype: str = "bf16",
+    kv_cache_dtype: str = "auto",
     link: str | None = None,
     collective_us: float | None = None,
 ) -> Question:
@@ -119,8 +119,8 @@ def ask(
         raise UserError("--sequences, --tensor-parallel-size and --bandwidth must be positive, --context not negative")
     if link is not None and link not in LINKS:
         raise UserError(f"--link must be one of {', '.join(LINKS)}; got {link!r}")
-    if kv_cache_dtype not in ("bf16", "fp8"):
-        raise UserError(f"--kv-cache-dtype must be bf16 or fp8; got {kv_cache_dtype!r}")
+    if kv_cache_dtype not in ("auto", "bf16", "fp8"):
+        raise UserError(f"--kv-cache-dtype must be auto, bf16 or fp8; got {kv_cache_dtype!r}")
     shares: tuple[float, ...] | None = None
     try:
         if acceptance is not None:
@@ -146,7 +146,7 @@ def ask(
         acceptance=shares,
         change=change,
         routing=routing,
-        kv_bytes=2 if kv_cache_dtype == "bf16" else 1,
+        kv_bytes=1 if kv_cache_dtype == "fp8" else 2,
         link=LINKS[link or hardware.link],
         collective_us=collective_us,
     )
@@ -155,10 +155,7 @@ def ask(
 def answer(checkpoint: Checkpoint, question: Question) -> dict[str, Any]:
     """The report as plain values, ready for JSON: bytes, milliseconds, tokens/s."""
     config, weights = checkpoint.config, fold(checkpoint.weights)
-    try:
-        after = changed(weights, config, question.change)
-    except ValueError as error:
-        raise UserError(f"--what-if {question.change}: {error}") from None
+    after = _changed(weights, config, question.change)
     now = _Case(config, weights, question, None)
     report: dict[str, Any] = {
         "model": str(checkpoint.directory),
@@ -349,7 +346,7 @@ def memory(
         block_size=block_size,
     )
     engine.check(config)
-    place = next((known for known in TABLE_PLACES if known == table), None)
+    place = next((known for known in TABLE_PLACES if known == table.replace("gpu", "device")), None)
     if place is None:
         raise UserError(f"--ngram-table must be one of {', '.join(TABLE_PLACES)}; got {table!r}")
     placement = Placement(
@@ -357,10 +354,17 @@ def memory(
         kv_dtype="fp8" if question.kv_bytes == 1 else "bf16",
         state_copies=state_copies,
     )
-    weights = changed(fold(checkpoint.weights), config, question.change)
+    weights = _changed(fold(checkpoint.weights), config, question.change)
     return plan_memory(
         config, weights, engine, _capacity(question.device, available_gib, host_gib), placement, question.shards
     )
+
+
+def _changed(weights: dict[str, Matrices], config: ModelConfig, change: Change) -> dict[str, Matrices]:
+    try:
+        return changed(weights, config, change)
+    except ValueError as error:
+        raise UserError(f"--what-if {change}: {error}") from None
 
 
 def _capacity(device: Hardware, available_gib: float | None, host_gib: float) -> Capacity:

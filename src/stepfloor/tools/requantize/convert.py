@@ -235,6 +235,8 @@ def _write_unit(unit: Unit, descriptor: int, sources: SourceFiles, scales: dict[
     if unit.matrix is None:
         copy_range(sources.descriptor(unit.source), descriptor, unit.source_offset, unit.offset, unit.stop - unit.first)
         return
+    rows = unit.matrix.rows
+    sources.expect(unit.source, rows.offset + unit.first * rows.row_bytes, unit.nbytes)
     for first, stop in pieces(unit.matrix, unit.first, unit.stop):
         _, packed = convert_piece(unit.matrix, first, stop, sources, scales)
         for _, offset, tensor in parts_of(unit.matrix, packed, first):

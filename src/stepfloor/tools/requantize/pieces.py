@@ -77,6 +77,11 @@ class SourceFiles:
             done += got
         return buffer
 
+    def expect(self, path: Path, offset: int, count: int) -> None:
+        """Let the system read ahead what a unit is about to ask for piece by piece."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.descriptor(path), offset, count, os.POSIX_FADV_WILLNEED)
+
     def rows(self, rows: Rows, first: int, stop: int) -> Tensor:
         """Rows of a matrix in float32, [stop - first, k]."""
         raw = self.read(rows.file, rows.offset + first * rows.row_bytes, (stop - first) * rows.row_bytes)
