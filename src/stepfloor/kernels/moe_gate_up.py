@@ -100,7 +100,9 @@ class GateUpPlan:
         """Dynamic shared memory of a block, as the kernel lays it out."""
         columns = 8 if self.gather else self.rows
         sums = WARPS * WARPS * 16 * (columns + 1) * 4
-        return WARPS * self.slots * (self.steps * STEP_BYTES + 8) + sums + list_bytes(self.experts, self.topk, self.rows)
+        return (
+            WARPS * self.slots * (self.steps * STEP_BYTES + 8) + sums + list_bytes(self.experts, self.topk, self.rows)
+        )
 
     @property
     def per_multiprocessor(self) -> int:

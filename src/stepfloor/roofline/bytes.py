@@ -239,6 +239,11 @@ def accept_drafts(sequences: int, spec_tokens: int, vocab_size: int) -> int:
     return sequences * (targets + drafter) + match_drafts(sequences, spec_tokens)
 
 
+def stream_read(count: int) -> int:
+    """int32 values, each read once."""
+    return 4 * count
+
+
 def begin_rows(sequences: int, spec_tokens: int, history: int) -> int:
     """The state of each slot in, the rows of the step out."""
     return 2 * sequences * (spec_tokens + 1 + 3 + history) * INT64_BYTES
