@@ -65,7 +65,7 @@ TYPES = {
             "rows",
             "parts",
             "groups",
-            "stream",
+            "noise_stream",
         ],
         "i32",
     ),
@@ -90,7 +90,7 @@ CASES = [
     case(
         "draw_tokens",
         "_part_kernel",
-        ROWS | ONES | {"EARLIER": 0, "seed_stride": 1, "stream": 1, "LOOPS": 1, "BLOCK": 2048},
+        ROWS | ONES | {"EARLIER": 0, "seed_stride": 1, "noise_stream": 1, "LOOPS": 1, "BLOCK": 2048},
     ),
     case("draw_tokens", "_pick_kernel", {"PARTS": PARTS, "PDL": True}),
     case("draw_tokens", "_pick_kernel", {"parts": 1, "float_stride": 1, "PARTS": 1, "PDL": True}),

@@ -2,8 +2,7 @@
 // Source: moe_down.py, which states the plan that the macros below repeat; include/experts.cuh for the format.
 //
 // A cluster owns TILES of 16 output rows. Its warps take (entry of the expert list, tile) in turn, a pair of warps one
-// half of the columns each, with no barrier in between. The rows of h that a piece of weights meets are read from the L2
-// into registers, one piece ahead.
+// half of the columns each, with no barrier in between: a piece of weights and the rows of h it meets arrive in one slot.
 // What a pair (row, choice) gets from each half is kept apart until the end, so that a value's sum is the same for any
 // number of rows and experts: the lower and the upper half of each 8 columns in step order, their sum, the two halves,
 // the choices in order, the shared expert's 64-column steps in order, in float32 and rounded once.
@@ -24,6 +23,9 @@
 
 constexpr int THREADS = WARPS * 32;
 constexpr int PIECE_BYTES = STEPS * 576;
+constexpr int COLUMNS = ROWS < 8 ? ROWS : 8;
+constexpr int ROW_PITCH = STEPS * 128 + 64;
+constexpr int SLOT_BYTES = PIECE_BYTES + COLUMNS * ROW_PITCH;
 constexpr int PAIRS = ROWS * TOPK;
 constexpr int SHARED_STEPS = (SHARED_K + 63) / 64;
 constexpr int LINES = 2 * PAIRS + SHARED_STEPS * ROWS;  // of 16 sums
@@ -57,12 +59,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) moe_down_kernel(co
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int rank = blockIdx.x % CLUSTER, first_tile = blockIdx.x / CLUSTER * TILES;
   const int worker = rank * WARPS + warp, team = worker / 2, half = worker % 2;
-  float* sums = (float*)(shared + WARPS * SLOTS * PIECE_BYTES);
+  float* sums = (float*)(shared + WARPS * SLOTS * SLOT_BYTES);
   float* factor = sums + (SPILL ? 0 : OWNED * LINES * 16);
   List& list = *(List*)(factor + (PAIRS + 3) / 4 * 4);
-  const u32 ring = shared_address(shared) + warp * SLOTS * PIECE_BYTES;
+  const u32 ring = shared_address(shared) + warp * SLOTS * SLOT_BYTES;
   const u32 barriers = shared_address((u8*)&list + LIST_BYTES) + warp * SLOTS * 8;
   const u64 policy = evict_first_policy();
+  if (PADDED)  // columns that no copy fills
+    for (int i = lane; i < SLOTS * SLOT_BYTES / 4; i += 32) ((u32*)(shared + warp * SLOTS * SLOT_BYTES))[i] = 0;
+  __syncwarp();
   if (lane == 0) {
     for (int i = 0; i < SLOTS; i++) barrier_init(barriers + 8 * i, 1);
     barrier_init_done();
@@ -70,20 +75,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) moe_down_kernel(co
   list.clear();
   const int units = list.build(a.ids, a.rows) * TILES;
 
-  const int column = half * STEPS * 64;
+  const int column = half * STEPS * 64, row_bytes = max(0, min(STEPS * 64, K - column)) * 2;
   auto issue_weights = [&](int unit, int slot) {
     const int entry = unit / TILES, tile = first_tile + unit % TILES;
     const u8* from = a.tape + (((u64)list.expert[entry] * (N / 16) + tile) * 2 + half) * PIECE_BYTES;
-    barrier_expect(barriers + 8 * slot, PIECE_BYTES);
-    bulk_copy(ring + slot * PIECE_BYTES, from, PIECE_BYTES, barriers + 8 * slot, policy);
+    barrier_expect(barriers + 8 * slot, PIECE_BYTES + list.count[entry] * row_bytes);
+    bulk_copy(ring + slot * SLOT_BYTES, from, PIECE_BYTES, barriers + 8 * slot, policy);
   };
-  Words x[2 * STEPS];
-  auto gather = [&](int unit) {
+  auto issue_rows = [&](int unit, int slot) {
     const int entry = unit / TILES;
-    // rows past the last one repeat it: they spoil sums that nobody stores
-    const u16* row = a.hidden + (u64)list.pair[entry * 8 + min(g, list.count[entry] - 1)] * K;
-#pragma unroll
-    for (int i = 0; i < 2 * STEPS; i++) x[i] = load_columns<PADDED ? K : 1 << 30>(row, column + i * 32 + t * 8);
+    if (row_bytes > 0)
+      for (int i = 0; i < list.count[entry]; i++)
+        bulk_copy_kept(ring + slot * SLOT_BYTES + PIECE_BYTES + i * ROW_PITCH, a.hidden + (u64)list.pair[entry * 8 + i] * K + column,
+                       row_bytes, barriers + 8 * slot);
   };
   if (lane == 0)
     for (int i = 0; i < SLOTS && team + i * TEAMS < units; i++) issue_weights(team + i * TEAMS, i);
@@ -127,7 +131,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) moe_down_kernel(co
     }
   }
   wait_for_predecessor();
-  if (team < units) gather(team);
+  if (lane == 0)
+    for (int i = 0; i < SLOTS && team + i * TEAMS < units; i++) issue_rows(team + i * TEAMS, i);
+  __syncwarp();
 
   int slot = 0, parity = 0;
 #pragma unroll 1
@@ -135,16 +141,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) moe_down_kernel(co
     const int entry = unit / TILES, live = list.count[entry];
     float even[4] = {0.f, 0.f, 0.f, 0.f}, odd[4] = {0.f, 0.f, 0.f, 0.f};
     barrier_wait(barriers + 8 * slot, parity);
-    const u32 piece = ring + slot * PIECE_BYTES;
+    const u32 piece = ring + slot * SLOT_BYTES, row = piece + PIECE_BYTES + min(g, live - 1) * ROW_PITCH + t * 16;
 #pragma unroll
     for (int i = 0; i < STEPS; i++) {
       const Words codes = load_shared(piece + i * 512 + lane * 16);
       const u32 scales = load_shared_word(piece + STEPS * 512 + i * 64 + lane / 2 * 4);
-      expert_step(even, odd, codes, scales, x[2 * i], x[2 * i + 1]);
+      expert_step(even, odd, codes, scales, load_shared(row + i * 128), load_shared(row + i * 128 + 64));
     }
     __syncwarp();
-    if (lane == 0 && unit + SLOTS * TEAMS < units) issue_weights(unit + SLOTS * TEAMS, slot);
-    if (unit + TEAMS < units) gather(unit + TEAMS);
+    if (lane == 0 && unit + SLOTS * TEAMS < units) {
+      issue_weights(unit + SLOTS * TEAMS, slot);
+      issue_rows(unit + SLOTS * TEAMS, slot);
+    }
     if (++slot == SLOTS) {
       slot = 0;
       parity ^= 1;

@@ -11,7 +11,7 @@ for those, tiled experts are decoded to bf16, some at a time.
 """
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -99,10 +99,9 @@ class GateUpPlan:
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block, as the kernel lays it out."""
         columns = 8 if self.gather else self.rows
+        slot = self.steps * STEP_BYTES + (8 * (self.steps * 128 + 64) if self.gather else 0)
         sums = WARPS * WARPS * 16 * (columns + 1) * 4
-        return (
-            WARPS * self.slots * (self.steps * STEP_BYTES + 8) + sums + list_bytes(self.experts, self.topk, self.rows)
-        )
+        return WARPS * self.slots * (slot + 8) + sums + list_bytes(self.experts, self.topk, self.rows)
 
     @property
     def per_multiprocessor(self) -> int:
@@ -332,16 +331,10 @@ def moe_gate_up_repack(
 
 
 def plan_gate_up(gate_up: TiledExperts, topk: int, rows: int) -> GateUpPlan:
-    """The kernel for this many rows.
-
-    Up to 8 rows one piece a warp is on the way: more leave no room for moe_down's blocks beside these.
-    """
+    """The kernel for this many rows, with one piece a warp on the way: more leave no room for moe_down's blocks."""
     n, k = gate_up.shape
     capacity = capacity_for(rows)
-    plan = GateUpPlan(k, n // 2, gate_up.tape.shape[0], topk, capacity, capacity > 8, 1)
-    if capacity <= 8:
-        return plan
-    return next((p for p in (replace(plan, slots=s) for s in (3, 2)) if p.per_multiprocessor == 2), plan)
+    return GateUpPlan(k, n // 2, gate_up.tape.shape[0], topk, capacity, capacity > 8, 1)
 
 
 def gate_up_rows(x: Tensor, ids: Tensor, gate_up: TiledExperts, plan: GateUpPlan | None = None) -> Tensor:
