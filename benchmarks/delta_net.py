@@ -1,13 +1,16 @@
-"""The gated delta net's decode kernel on one GPU: right first, then timed by plan; the best plan is printed.
+"""The gated delta net's kernels on one GPU: right first, then timed; the best decode plan for each shape is printed.
 
-    PYTHONPATH=src python3 -m benchmarks.delta_net [--json FILE]
+    PYTHONPATH=src python3 -m benchmarks.delta_net [--json FILE] [--only decode prefill portable]
 
+Decode, the CUDA kernel:
 1. Every family of plans is checked in a process of its own, at the model's sizes: against the float32 reference, NaN
-   around outputs and kept rows, row bits for every batch and row count, 200 windows of random accepted counts against
+   around outputs and kept rows, row bits for several batch and row counts, windows of random accepted counts against
    plain decoding bit for bit and against float64, repeated steps in place. What fails or hangs gets no times.
 2. CUDA-graph replays of one call a layer, states rotated past the L2, rounds in alternating order, medians.
 3. Its cost between the layer's own products: the chain in-projection, delta net, out-projection, less the same chain
-   without it.
+   without it. The recommended plan is the cheapest here.
+Prefill: the state beside float64, then times of whole calls by number of rows, for several plans, and by kernel.
+Portable: the Triton decode kernels beside the reference, then times. A part that fails leaves the others running.
 """
 
 import argparse
@@ -22,23 +25,36 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from stepfloor.formats.codec import PackedWeight
+from stepfloor.kernels._delta import prepare
 from stepfloor.kernels._jit import compile_cuda, device_arch
 from stepfloor.kernels._torch import delta_rows, delta_rule
 from stepfloor.kernels.gdn_decode import (
+    Choice,
     DeltaPlan,
     gdn_decode_inputs,
     gdn_decode_reference,
+    gdn_decode_triton,
     launch_for,
     pack_arguments,
+    planned,
+)
+from stepfloor.kernels.gdn_prefill import (
+    PLAN,
+    PrefillPlan,
+    chunked_delta_rule,
+    gdn_prefill_inputs,
+    gdn_prefill_triton,
 )
 from stepfloor.kernels.linear import StreamedWeight, linear_repack, stream_product
 from stepfloor.roofline import bytes as roofline_bytes
@@ -48,23 +64,52 @@ BASE = DeltaPlan(*SIZES, rows=1, kept=1, silu=False)
 CHECK_KEPT = 8
 ROTATED_BYTES = 250e6  # four times the L2
 # sequences, new rows, pending rows
-TIMED = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (8, 1, 1), (16, 1, 1), (1, 4, 3), (4, 4, 3), (16, 4, 3), (1, 8, 6), (8, 8, 6)]
-FAMILIES: dict[str, list[DeltaPlan]] = {
-    "8 columns": [replace(BASE, parts=p, early=e) for p in (2, 1) for e in (1, 0, 2)],
-    "16 columns": [replace(BASE, cols=16, parts=p) for p in (2, 1)],
-    "state stays": [replace(BASE, cols=c, passing=False) for c in (8, 16)],
-    "32 columns": [replace(BASE, cols=32, parts=1)],
-    "cluster of 12": [replace(BASE, cols=c, parts=4) for c in (8, 16)],
-    "rows elsewhere": [
-        *(replace(BASE, parts=p, joined=False) for p in (1, 2, 4)),
-        *(replace(BASE, cols=16, parts=p, joined=False) for p in (1, 2, 4)),
-    ],
+TIMED = [(1, 1, 1), (4, 1, 1), (16, 1, 1), (1, 4, 3), (4, 4, 3), (16, 4, 3)]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A plan to be timed; `clusters` bounds those of a launch, so that rounds follow from the sequences."""
+
+    plan: DeltaPlan
+    clusters: int | None = None
+
+    def at(self, sequences: int, rows: int, kept: int) -> DeltaPlan:
+        """The plan of a shape."""
+        choice = Choice(1, self.plan.parts, self.plan.early, self.clusters)
+        return planned(replace(self.plan, rows=rows, kept=kept), choice, sequences)
+
+
+def several(early: int, *plans: tuple[int, int, int | None]) -> list[Candidate]:
+    """Candidates of (columns, parts, clusters)."""
+    return [Candidate(replace(BASE, cols=c, parts=p, early=early), clusters) for c, p, clusters in plans]
+
+
+# two blocks a multiprocessor are 88 clusters of three; 86 leave no last round half empty at 16 sequences
+FAMILIES: dict[str, list[Candidate]] = {
+    "as before": several(1, (16, 2, None), (16, 1, None)),
+    "state before the wait": several(2, (16, 1, None), (8, 1, None)),
+    "replay before the wait": several(3, (16, 1, None), (16, 2, None)),
+    "replay before the wait, 8 columns": several(3, (8, 1, None), (8, 2, None)),
+    "32 columns": several(1, (32, 1, None)) + several(3, (32, 1, None)),
+    "queued": several(1, (16, 1, 86), (16, 1, 64)),
+    "queued, replay before the wait": several(3, (16, 1, 86), (16, 1, 43)),
+    "queued, 8 columns": several(3, (8, 1, 43)),
 }
+PREFILL_ROWS = (512, 2048, 8192)
+PREFILL_PLANS = [
+    PLAN,
+    replace(PLAN, stages=1),
+    replace(PLAN, columns=64),
+    replace(PLAN, columns=64, warps=8),
+    replace(PLAN, segment_rows=1024),
+    replace(PLAN, chunks=False),
+]
 UNIT = 2.0**-24
 
 
 def main() -> int:
-    """Run all three parts; 1 if a family fails."""
+    """Run the parts; 1 if one fails."""
     options = parse()
     device = torch.device("cuda", 0)
     if options.check is not None:
@@ -72,21 +117,141 @@ def main() -> int:
     faulthandler.dump_traceback_later(options.limit_s, exit=True)
     begin = time.perf_counter()
     say(describe(device))
-    compile_all(options.cache_dir, device)
-    say(f"[{time.perf_counter() - begin:5.1f} s] kernels compiled")
-    passed = check_all(options.cache_dir)
-    say(f"[{time.perf_counter() - begin:5.1f} s] checks done; timed: {', '.join(passed) or 'nothing'}")
-    table = [row for shape in TIMED for row in time_shape(*shape, passed, options, device)]
-    say(f"[{time.perf_counter() - begin:5.1f} s] timed")
-    chain = time_chain(passed, options, device) if options.chain else {}
-    say(f"[{time.perf_counter() - begin:5.1f} s] chains timed\n")
-    best = report(table, chain)
-    failed = [family for family in FAMILIES if family not in passed]
-    line = {"gpu": torch.cuda.get_device_name(device), "torch": torch.__version__, "failed": failed, "best": best}
+    parts = {"decode": time_decode, "prefill": time_prefill, "portable": time_portable}
+    line: dict[str, Any] = {"gpu": torch.cuda.get_device_name(device), "torch": torch.__version__, "failed": []}
+    for name in options.only:
+        try:
+            line[name], failed = parts[name](options, device)
+            line["failed"] += failed
+        except Exception:
+            line["failed"].append(name)
+            say(f"FAILED {name}\n{traceback.format_exc()[-1500:]}")
+        say(f"[{time.perf_counter() - begin:5.1f} s] {name} done\n")
+    text = json.dumps(line, separators=(",", ":"))
     if options.json is not None:
-        options.json.write_text(json.dumps(line | {"chain": chain, "rows": table}, indent=1))
-    say(json.dumps(line | {"chain": chain}, separators=(",", ":")))
-    return int(bool(failed))
+        options.json.write_text(text)
+    say(text)
+    return int(bool(line["failed"]))
+
+
+def time_decode(options: argparse.Namespace, device: torch.device) -> tuple[dict[str, Any], list[str]]:
+    """Checks and times of the CUDA kernel; and the families that failed."""
+    compile_all(options.cache_dir, device)
+    passed = check_all(options.cache_dir)
+    say(f"checks done; timed: {', '.join(passed) or 'nothing'}")
+    table = [row for shape in TIMED for row in time_shape(*shape, passed, options, device)]
+    chain, failed = time_chain(passed, options, device) if options.chain else ({}, [])
+    best = report(table, chain)
+    failed += [family for family in FAMILIES if family not in passed]
+    return {"best": best, "chain": chain, "rows": table}, failed
+
+
+def time_prefill(options: argparse.Namespace, device: torch.device) -> tuple[dict[str, Any], list[str]]:
+    """The state after 600 rows beside float64, then us a call by rows and plan."""
+    failed: list[str] = []
+    found: dict[str, Any] = {}
+    usable: list[PrefillPlan] = []
+    for plan in PREFILL_PLANS:
+        name = prefill_name(plan)
+        try:
+            off, largest = prefill_error(plan, device)
+        except Exception as error:
+            failed.append(f"prefill {name}")
+            say(f"FAILED {name}: {str(error)[:300]}")
+            continue
+        # the bf16 form without its low parts would be off by 2**-8 of the largest; the derived bound is in the tests
+        right = off <= 2.0**-11 * largest
+        say(f"{'ok    ' if right else 'FAILED'} {name}: state off float64 by {off:.2g}, largest {largest:.3g}")
+        if right:
+            usable.append(plan)
+        else:
+            failed.append(f"prefill {name}")
+    say(f"{'us a call':46}" + "".join(f"{rows:>10}" for rows in PREFILL_ROWS))
+    best: dict[int, tuple[float, str]] = {}
+    for plan in usable:
+        times = [prefill_us(rows, plan, options.rounds, device) for rows in PREFILL_ROWS]
+        found[prefill_name(plan)] = dict(zip(PREFILL_ROWS, times, strict=True))
+        say(f"{prefill_name(plan):46}" + "".join(f"{us:10.1f}" for us in times))
+        for rows, us in zip(PREFILL_ROWS, times, strict=True):
+            best[rows] = min(best.get(rows, (us, prefill_name(plan))), (us, prefill_name(plan)))
+    floors = [roofline_bytes.gdn_prefill(rows, *SIZES, 4) / options.bandwidth * 1e6 for rows in PREFILL_ROWS]
+    say(f"{'floor':46}" + "".join(f"{us:10.1f}" for us in floors))
+    for rows, (us, name) in best.items():
+        say(f"best prefill of {rows} rows: {us:.1f} us, {name}")
+    if PLAN in usable:
+        prefill_kernels(device)
+    return found, failed
+
+
+def prefill_name(plan: PrefillPlan) -> str:
+    """A plan in the table."""
+    if not plan.chunks:
+        return "row by row"
+    return f"{plan.columns} columns, {plan.stages} stages, {plan.warps} warps, {plan.segment_rows} rows"
+
+
+def prefill_error(plan: PrefillPlan, device: torch.device) -> tuple[float, float]:
+    """How far the state of three heads is from float64 on the same rounded operands, and its largest value."""
+    rows, heads = 600, 3
+    inputs: dict[str, Any] = gdn_prefill_inputs(rows, *SIZES, torch.bfloat16, str(device))
+    # the first three heads decay slowly, faster, and fast
+    a_log = torch.linspace(-5, 1, SIZES[1], device=device).view(3, -1).T.flatten()
+    inputs["constants"] = constants = replace(inputs["constants"], a_log=a_log)
+    operands = prepare(inputs["projected"][None], inputs["raw_rows"], inputs["slots"], constants, None)
+    # three value heads share the first key head
+    width, dim = SIZES[0] * SIZES[2], SIZES[2]
+    query = operands.mixed[:, :dim].double() * operands.scale[:, :1]
+    key = operands.mixed[:, width : width + dim].double() * operands.scale[:, SIZES[0] : SIZES[0] + 1]
+    value = operands.mixed[:, 2 * width :].double().unflatten(1, (SIZES[1], -1))[:, :heads].transpose(0, 1)
+    state = inputs["state"][1, :heads].double()
+    gates = (operands.log_decay[:, :heads].double().T, operands.beta[:, :heads].double().T)
+    pair = (query.expand(heads, -1, -1), key.expand(heads, -1, -1))
+    exact = chunked_delta_rule(*pair, value, *gates, state)[1]
+    gdn_prefill_triton(**inputs, plan=plan)
+    return float((inputs["state"][1, :heads].double() - exact).abs().max()), float(exact.abs().max())
+
+
+def prefill_us(rows: int, plan: PrefillPlan, rounds: int, device: torch.device) -> float:
+    """Median time of one call in a graph."""
+    inputs: dict[str, Any] = gdn_prefill_inputs(rows, *SIZES, torch.bfloat16, str(device))
+    gdn_prefill_triton(**inputs, plan=plan)
+    torch.cuda.synchronize()
+    graph = capture(lambda: gdn_prefill_triton(**inputs, plan=plan))
+    times = medians_us({"call": graph}, 1, rounds)
+    return round(times["call"], 1)
+
+
+def prefill_kernels(device: torch.device) -> None:
+    """Where a call of 8192 rows spends its time."""
+    inputs: dict[str, Any] = gdn_prefill_inputs(8192, *SIZES, torch.bfloat16, str(device))
+    gdn_prefill_triton(**inputs)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        gdn_prefill_triton(**inputs)
+        torch.cuda.synchronize()
+    for event in sorted(profile.key_averages(), key=lambda e: -e.device_time_total)[:8]:
+        say(f"  {event.key[:50]:50} {event.count:4} launches {event.device_time_total:10.1f} us")
+
+
+def time_portable(options: argparse.Namespace, device: torch.device) -> tuple[dict[str, Any], list[str]]:
+    """The Triton decode kernels at the model's sizes and the small model's: beside the reference, then us a call."""
+    failed: list[str] = []
+    found: dict[str, float] = {}
+    for sizes in (SIZES, (2, 4, 64, 64)):
+        for sequences, rows, pending in ((1, 1, 1), (4, 4, 3), (16, 1, 1)):
+            inputs: dict[str, Any] = gdn_decode_inputs(sequences, rows, *sizes, torch.bfloat16, str(device))
+            inputs["pending"] = torch.full((sequences,), pending, device=device)
+            wanted, ours = copied(inputs), copied(inputs)
+            reference, output = gdn_decode_reference(**wanted), gdn_decode_triton(**ours)
+            share = float((output != reference).float().mean())
+            off = float((ours["state"] - wanted["state"]).abs().max() / wanted["state"].abs().max())
+            name = f"{sizes[1]} heads of {sizes[3]}, {sequences} x {rows}"
+            if share > 0.05 or not off <= 3 * 2.0**-7 or not torch.equal(ours["raw_rows"], wanted["raw_rows"]):
+                failed.append(f"portable {name}")
+            graph = capture(lambda inputs=inputs: gdn_decode_triton(**inputs))
+            found[name] = round(medians_us({"call": graph}, 1, options.rounds)["call"], 1)
+            say(f"portable, {name}: {found[name]:.1f} us; {share:.2%} of outputs differ, state off {off:.2g}")
+    return found, failed
 
 
 def parse() -> argparse.Namespace:
@@ -96,6 +261,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--bandwidth", type=float, default=4.65e12)
     parser.add_argument("--cache-dir", type=Path, default=Path(tempfile.gettempdir()) / "stepfloor-kernels")
     parser.add_argument("--json", type=Path)
+    parts = ["decode", "prefill", "portable"]
+    parser.add_argument("--only", nargs="+", choices=parts, default=parts)
     parser.add_argument("--no-chain", dest="chain", action="store_false")
     parser.add_argument("--limit-s", type=int, default=240, help="give up with a traceback after this long")
     parser.add_argument("--check", choices=FAMILIES, help="check one family only, here")
@@ -114,17 +281,23 @@ def describe(device: torch.device) -> str:
 
 def name_of(plan: DeltaPlan) -> str:
     """A plan in the table."""
-    text = f"{plan.cols} columns, {plan.parts} blocks, early {plan.early}"
-    return text + ("" if plan.passing else ", state stays") + ("" if plan.joined else ", rows elsewhere")
+    return f"{plan.cols} columns, {plan.parts} blocks, early {plan.early}"
+
+
+def candidate_name(candidate: Candidate) -> str:
+    """A candidate in the table."""
+    bound = "" if candidate.clusters is None else f", {candidate.clusters} clusters"
+    return name_of(candidate.plan) + bound
 
 
 def compile_all(cache_dir: Path, device: torch.device) -> None:
     """Fill the cache from several processes; what does not compile is named and left out by its check."""
-    timed = {(rows, rows) for _, rows, _ in TIMED}
-    every = [plan for plans in FAMILIES.values() for plan in plans]
-    wanted = {replace(p, rows=r, kept=k) for p in every for r, k in timed}
-    wanted |= {replace(p, rows=r, kept=CHECK_KEPT) for p in every for r in checked_rows(p)}
-    jobs = [(plan, device_arch(device), cache_dir) for plan in sorted(wanted, key=str)]
+    every = [candidate for family in FAMILIES.values() for candidate in family]
+    wanted = {c.at(sequences, rows, rows) for c in every for sequences, rows, _ in TIMED}
+    wanted |= {checked(c, sequences, rows) for c in every for sequences in (2, 3, 16) for rows in CHECKED_ROWS}
+    # rounds is no macro but for whether there is more than one
+    distinct = {tuple(plan.macros().items()): plan for plan in wanted}
+    jobs = [(plan, device_arch(device), cache_dir) for plan in sorted(distinct.values(), key=str)]
     spawn = multiprocessing.get_context("spawn")  # a forked child would share the CUDA context
     with ProcessPoolExecutor(min(14, multiprocessing.cpu_count()), mp_context=spawn) as pool:
         failures = [f for f in pool.map(build, jobs, chunksize=2) if f is not None]
@@ -175,9 +348,13 @@ def check_all(cache_dir: Path) -> list[str]:
     return passed
 
 
-def checked_rows(plan: DeltaPlan) -> tuple[int, ...]:
-    """New rows that a plan is checked with."""
-    return tuple(range(1, 9)) if plan == BASE else (1, 4, 8)
+CHECKED_ROWS = (1, 4)
+
+
+def checked(candidate: Candidate, sequences: int, rows: int) -> DeltaPlan:
+    """The plan a candidate is checked with: if it is queued, with rounds at any number of sequences."""
+    bound = None if candidate.clusters is None else min(candidate.clusters, 11 * sequences)
+    return replace(candidate, clusters=bound).at(sequences, rows, CHECK_KEPT)
 
 
 def check_family(family: str, cache_dir: Path, device: torch.device) -> int:
@@ -185,13 +362,14 @@ def check_family(family: str, cache_dir: Path, device: torch.device) -> int:
     faulthandler.dump_traceback_later(60, exit=True)
     problems: list[str] = []
     digests: dict[int, str] = {}
-    for plan in FAMILIES[family]:
+    for candidate in FAMILIES[family]:
+        plan = candidate.plan
         digest = hashlib.sha256()
-        for rows in checked_rows(plan):
-            for sequences in (1, 2, 4, 8, 16) if plan == BASE or rows == 4 else (2, 16):
-                problems += check_step(replace(plan, rows=rows, kept=CHECK_KEPT), sequences, cache_dir, device)
-        problems += check_text(plan, cache_dir, device, digest)
-        problems += check_repeats(replace(plan, rows=4, kept=CHECK_KEPT), cache_dir, device)
+        for rows in CHECKED_ROWS:
+            for sequences in (2, 16):
+                problems += check_step(candidate, sequences, rows, cache_dir, device)
+        problems += check_text(candidate, cache_dir, device, digest)
+        problems += check_repeats(checked(candidate, 16, 4), cache_dir, device)
         if digests.setdefault(plan.cols, digest.hexdigest()) != digest.hexdigest():
             problems.append(f"{name_of(plan)}: other bits than the family's first plan")
     for problem in problems[:8]:
@@ -201,10 +379,9 @@ def check_family(family: str, cache_dir: Path, device: torch.device) -> int:
     return int(bool(problems))
 
 
-def model_inputs(sequences: int, rows: int, kept: int, device: torch.device, seed: int = 0) -> dict[str, Tensor]:
+def model_inputs(sequences: int, rows: int, kept: int, device: torch.device, seed: int = 0) -> dict[str, Any]:
     """Operands in the order of pack_arguments, slots scattered, pending rows from none to all, NaN behind them."""
-    inputs = gdn_decode_inputs(sequences, kept, *SIZES, torch.bfloat16, str(device))
-    tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+    tensors: dict[str, Any] = gdn_decode_inputs(sequences, kept, *SIZES, torch.bfloat16, str(device))
     make = torch.Generator().manual_seed(seed)
     tensors["slots"] = (torch.randperm(sequences, generator=make) + 1).to(device)
     pending = torch.randint(0, kept + 1, (sequences,), generator=make)
@@ -217,26 +394,28 @@ def model_inputs(sequences: int, rows: int, kept: int, device: torch.device, see
     return tensors
 
 
-def run_plan(plan: DeltaPlan, inputs: dict[str, Tensor], cache_dir: Path, guard: bool = True) -> Tensor:
+def run_plan(plan: DeltaPlan, inputs: dict[str, Any], cache_dir: Path, guard: bool = True) -> Tensor:
     """One step, in place; NaN where the kernel does not write, and behind the output, which is looked at if guarded."""
     sequences = inputs["projected"].shape[0]
     held = inputs["projected"].new_full((sequences * plan.rows + 2, plan.heads * plan.value_dim), torch.nan)
     kept = [inputs["raw_rows"], inputs["gate_rows"]]
-    to = kept if plan.joined else [tensor.clone() for tensor in kept]
-    launch = launch_for(plan, sequences, held.device, cache_dir)
-    if plan.early == 2:
-        torch.cuda.synchronize()  # it reads before the kernel in front has ended
-    launch(pack_arguments(*inputs.values(), held, *to, 1e-6))
-    for tensor, written in zip(kept, to, strict=True):
-        tensor.copy_(written)
+    launch = launch_for(plan, sequences, held.device, cache_dir, plan.early < 2)  # else it is not settled
+    launch(pack_arguments(*inputs.values(), held, *kept))
     if guard and not bool(held[-2:].isnan().all()):
         raise RuntimeError(f"{name_of(plan)} writes past its output")
     return held[:-2].view(sequences, plan.rows, -1)
 
 
-def copied(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+def copied(inputs: dict[str, Any]) -> dict[str, Any]:
     """Operands that may be changed."""
-    return {name: tensor.clone() for name, tensor in inputs.items()}
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in inputs.items()}
+
+
+def own_copies(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Operands of another layer: what a layer has for itself is copied."""
+    own = {name: inputs[name].clone() for name in ("state", "raw_rows", "gate_rows")}
+    constants = replace(inputs["constants"], conv_weight=inputs["constants"].conv_weight.clone())
+    return inputs | own | {"constants": constants}
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -249,11 +428,12 @@ def rule_bound(rows: int, largest: float) -> float:
     return rows * (2 * SIZES[2] + 8) * UNIT * largest
 
 
-def check_step(plan: DeltaPlan, sequences: int, cache_dir: Path, device: torch.device) -> list[str]:
+def check_step(candidate: Candidate, sequences: int, rows: int, cache_dir: Path, device: torch.device) -> list[str]:
     """One step against the reference, each sequence alone, and its first row alone."""
+    plan = checked(candidate, sequences, rows)
     inputs = model_inputs(sequences, plan.rows, plan.kept, device)
     wanted, ours = copied(inputs), copied(inputs)
-    reference = gdn_decode_reference(*wanted.values(), SIZES[0], SIZES[2], 1e-6, "sigmoid")
+    reference = gdn_decode_reference(**wanted)
     output = run_plan(plan, ours, cache_dir)
     found: list[str] = []
     state, largest = ours["state"], float(wanted["state"].abs().max())
@@ -279,7 +459,7 @@ def check_step(plan: DeltaPlan, sequences: int, cache_dir: Path, device: torch.d
     for name in ("projected", "slots", "pending"):
         alone[name] = alone[name][last:]
     slot = int(inputs["slots"][last])
-    if not same_bits(run_plan(plan, alone, cache_dir)[0], output[last]):
+    if not same_bits(run_plan(checked(candidate, 1, rows), alone, cache_dir)[0], output[last]):
         found.append("a sequence has other bits alone")
     if not torch.equal(alone["state"][slot], state[slot]):
         found.append("a state has other bits alone")
@@ -289,10 +469,10 @@ def check_step(plan: DeltaPlan, sequences: int, cache_dir: Path, device: torch.d
     return [f"{name_of(plan)}, {sequences} sequences, {plan.rows} rows: {text}" for text in found]
 
 
-def check_text(plan: DeltaPlan, cache_dir: Path, device: torch.device, digest: "hashlib._Hash") -> list[str]:
-    """200 windows of 4 rows, 1 to 4 of them accepted, beside plain decoding with one row; and beside float64."""
-    draw, sequences, windows, width = random.Random(1), 3, 200, 4
-    wide, narrow = replace(plan, rows=width, kept=CHECK_KEPT), replace(plan, rows=1, kept=CHECK_KEPT)
+def check_text(candidate: Candidate, cache_dir: Path, device: torch.device, digest: "hashlib._Hash") -> list[str]:
+    """60 windows of 4 rows, 1 to 4 of them accepted, beside plain decoding with one row; and beside float64."""
+    draw, sequences, windows, width, plan = random.Random(1), 3, 60, 4, candidate.plan
+    wide, narrow = (checked(candidate, sequences, rows) for rows in (width, 1))
     speculating = model_inputs(sequences, width, CHECK_KEPT, device)
     for name in ("state", "raw_rows"):
         speculating[name].zero_()
@@ -327,10 +507,9 @@ def check_text(plan: DeltaPlan, cache_dir: Path, device: torch.device, digest: "
     digest.update(outputs[:, :length].contiguous().view(torch.int16).cpu().numpy().tobytes())
     digest.update(plain["state"].cpu().numpy().tobytes())
     # plain's state lacks its last row; in float64 from the same rounded operands
-    raw, _, gates = text[0, : length - 1].split((plain["conv_weight"].shape[0], SIZES[1] * SIZES[3], 2 * SIZES[1]), -1)
+    raw, _, gates = text[0, : length - 1].split(plain["constants"].parts, -1)
     window = torch.cat((raw.new_zeros(3, raw.shape[1]), raw))
-    constants = (plain["conv_weight"], plain["a_log"], plain["dt_bias"])
-    operands = delta_rows(window, gates, *constants, SIZES[0], SIZES[2])
+    operands = delta_rows(window, gates, plain["constants"])
     exact = torch.zeros(SIZES[1], SIZES[2], SIZES[3], dtype=torch.float64, device=device)
     doubled = replace(operands, **{name: getattr(operands, name).double() for name in operands.__slots__})
     delta_rule(doubled, exact, 0, length - 1)
@@ -350,12 +529,10 @@ def check_repeats(plan: DeltaPlan, cache_dir: Path, device: torch.device) -> lis
     output = run_plan(plan, first, cache_dir).clone()
     work = copied(inputs)
     held = torch.empty_like(output)
-    kept = [work["raw_rows"], work["gate_rows"]]
-    to = kept if plan.joined else [tensor.clone() for tensor in kept]
     wrong = torch.zeros(4, dtype=torch.int64, device=device)
-    # a plan that reads early must not follow the restoring copies at once
-    launch = launch_for(plan, 16, device, cache_dir, plan.early < 2)
-    packed = pack_arguments(*work.values(), held, *to, 1e-6)
+    # settled: filling `held` is a plain kernel between the restoring copies and this one
+    launch = launch_for(plan, 16, device, cache_dir)
+    packed = pack_arguments(*work.values(), held, work["raw_rows"], work["gate_rows"])
     launch(packed)
     torch.cuda.synchronize()
 
@@ -367,8 +544,8 @@ def check_repeats(plan: DeltaPlan, cache_dir: Path, device: torch.device) -> lis
         pairs = (
             (held, output),
             (work["state"], first["state"]),
-            (to[0], first["raw_rows"]),
-            (to[1], first["gate_rows"]),
+            (work["raw_rows"], first["raw_rows"]),
+            (work["gate_rows"], first["gate_rows"]),
         )
         for i, (got, wanted) in enumerate(pairs):
             wrong[i] += ((got != wanted) & ~wanted.isnan()).sum()
@@ -378,8 +555,6 @@ def check_repeats(plan: DeltaPlan, cache_dir: Path, device: torch.device) -> lis
         graph.replay()
     torch.cuda.synchronize()
     counts = dict(zip(("output", "state", "raw_rows", "gate_rows"), wrong.tolist(), strict=True))
-    if not plan.joined:
-        counts.pop("raw_rows"), counts.pop("gate_rows")
     return [f"{name_of(plan)}: in 150 equal steps {counts}"] if any(counts.values()) else []
 
 
@@ -419,12 +594,9 @@ def time_shape(
     """One table row for each plan."""
     state_bytes = sequences * SIZES[1] * SIZES[2] * SIZES[3] * 4
     layers = max(6, math.ceil(ROTATED_BYTES / state_bytes))
-    base = gdn_decode_inputs(sequences, rows, *SIZES, torch.bfloat16, str(device))
-    inputs = {name: value for name, value in base.items() if isinstance(value, Tensor)}
+    inputs: dict[str, Any] = gdn_decode_inputs(sequences, rows, *SIZES, torch.bfloat16, str(device))
     inputs["pending"] = torch.full((sequences,), pending, device=device)
-    own = ("state", "raw_rows", "gate_rows", "conv_weight")
-    per_layer = [inputs | {name: inputs[name].clone() for name in own} for _ in range(layers)]
-    elsewhere = [[layer["raw_rows"].clone(), layer["gate_rows"].clone()] for layer in per_layer]
+    per_layer = [own_copies(inputs) for _ in range(layers)]
     out = inputs["projected"].new_empty((sequences, rows, SIZES[1] * SIZES[3]))
     states = [layer["state"] for layer in per_layer]
 
@@ -434,30 +606,18 @@ def time_shape(
 
     copy()
     graphs = {"state alone, by torch": capture(copy)}
-    chosen = [(plan, True) for family in passed for plan in FAMILIES[family]]
-    if BASE in [plan for plan, _ in chosen]:
-        chosen.append((BASE, False))
-    for plan, dependent in chosen:
-        plan = replace(plan, rows=rows, kept=rows)
-        launch = launch_for(plan, sequences, device, options.cache_dir, dependent)
-        packed = [
-            pack_arguments(
-                *layer.values(),
-                out,
-                *((layer["raw_rows"], layer["gate_rows"]) if plan.joined else to),
-                1e-6,
-            )
-            for layer, to in zip(per_layer, elsewhere, strict=True)
-        ]
+    packed = [pack_arguments(*layer.values(), out, layer["raw_rows"], layer["gate_rows"]) for layer in per_layer]
+    for candidate in usable(passed, sequences):
+        launch = launch_for(candidate.at(sequences, rows, rows), sequences, device, options.cache_dir)
 
-        def run(launch: Callable[[bytes], None] = launch, packed: list[bytes] = packed) -> None:
+        def run(launch: Callable[[bytes], None] = launch) -> None:
             for arguments in packed:
                 launch(arguments)
 
         torch.cuda.synchronize()
         run()
         torch.cuda.synchronize()
-        graphs[name_of(plan) + ("" if dependent else ", no PDL")] = capture(run)
+        graphs[candidate_name(candidate)] = capture(run)
     floor_us = roofline_bytes.gdn_decode(sequences, rows, *SIZES, 4) / options.bandwidth * 1e6
     times = medians_us(graphs, layers, options.rounds)
     torch.cuda.empty_cache()
@@ -475,8 +635,20 @@ def time_shape(
     ]
 
 
-def time_chain(passed: list[str], options: argparse.Namespace, device: torch.device) -> dict[str, dict[str, float]]:
-    """Us a layer that the delta net adds to its two products, by sequences (one row each) and plan; 10 layers."""
+def usable(passed: list[str], sequences: int) -> list[Candidate]:
+    """What passed; queued plans only where they have rounds, for without they are others of the list."""
+    every = [candidate for family in passed for candidate in FAMILIES[family]]
+    return [c for c in every if c.clusters is None or c.clusters < sequences * SIZES[0]]
+
+
+def time_chain(
+    passed: list[str], options: argparse.Namespace, device: torch.device
+) -> tuple[dict[str, dict[str, float]], list[str]]:
+    """Us a layer that the delta net adds to its two products, by sequences x rows and candidate; 10 layers.
+
+    Also the candidates that, run once in there from equal inputs, leave other bits than the first with their columns.
+    """
+    failed: list[str] = []
     layers, columns, width = 10, 16480, SIZES[1] * SIZES[3]
 
     def weight(n: int, k: int) -> StreamedWeight:
@@ -489,86 +661,97 @@ def time_chain(passed: list[str], options: argparse.Namespace, device: torch.dev
     into = [weight(columns, 2560) for _ in range(layers)]
     back = [weight(2560, width) for _ in range(layers)]
     found: dict[str, dict[str, float]] = {}
-    plans = [plan for family in passed for plan in FAMILIES[family]]
-    for sequences in (1, 4, 16):
-        base = gdn_decode_inputs(sequences, 1, *SIZES, torch.bfloat16, str(device))
-        inputs = {name: value for name, value in base.items() if isinstance(value, Tensor)}
-        inputs["pending"] = torch.ones(sequences, dtype=torch.int64, device=device)
-        own = ("state", "raw_rows", "gate_rows", "conv_weight")
-        per_layer = [inputs | {name: inputs[name].clone() for name in own} for _ in range(layers)]
-        elsewhere = [[layer["raw_rows"].clone(), layer["gate_rows"].clone()] for layer in per_layer]
-        x = torch.randn(sequences, 2560, device=device).to(torch.bfloat16)
-        projected = inputs["projected"].view(sequences, columns)
-        mixed = x.new_empty((sequences, width))
+    for sequences, rows, pending in TIMED:
+        inputs: dict[str, Any] = gdn_decode_inputs(sequences, rows, *SIZES, torch.bfloat16, str(device))
+        inputs["pending"] = torch.full((sequences,), pending, device=device)
+        per_layer = [own_copies(inputs) for _ in range(layers)]
+        x = torch.randn(sequences * rows, 2560, device=device).to(torch.bfloat16)
+        projected = inputs["projected"].view(-1, columns)
+        mixed = x.new_empty((sequences * rows, width))
 
         def run(
-            plan: DeltaPlan | None,
+            candidate: Candidate | None,
             x: Tensor = x,
             projected: Tensor = projected,
             mixed: Tensor = mixed,
-            per_layer: list[dict[str, Tensor]] = per_layer,
-            elsewhere: list[list[Tensor]] = elsewhere,
+            per_layer: list[dict[str, Any]] = per_layer,
             sequences: int = sequences,
+            rows: int = rows,
         ) -> None:
             for i in range(layers):
                 stream_product(x, into[i], projected)
-                if plan is None:
+                if candidate is None:
                     stream_product(projected[:, :width], back[i], x)
                     continue
-                kept = [per_layer[i]["raw_rows"], per_layer[i]["gate_rows"]]
-                launch = launch_for(plan, sequences, device, options.cache_dir)
-                to = kept if plan.joined else elsewhere[i]
-                launch(pack_arguments(*per_layer[i].values(), mixed, *to, 1e-6))
+                layer = per_layer[i]
+                launch = launch_for(candidate.at(sequences, rows, rows), sequences, device, options.cache_dir)
+                launch(pack_arguments(*layer.values(), mixed, layer["raw_rows"], layer["gate_rows"]))
                 stream_product(mixed, back[i], x)
 
         graphs: dict[str, torch.cuda.CUDAGraph] = {}
-        for plan in (None, *plans):
-            run(plan)
+        work = [x, *(layer[name] for layer in per_layer for name in ("state", "raw_rows", "gate_rows"))]
+        initial = [tensor.clone() for tensor in work]
+        results: dict[int, list[Tensor]] = {}
+        for candidate in (None, *usable(passed, sequences)):
+            run(candidate)
             torch.cuda.synchronize()
-            graphs["without" if plan is None else name_of(plan)] = capture(lambda plan=plan, run=run: run(plan))
+            name = "without" if candidate is None else candidate_name(candidate)
+            graphs[name] = capture(lambda candidate=candidate, run=run: run(candidate))
+            if candidate is None:
+                continue
+            for tensor, first in zip(work, initial, strict=True):
+                tensor.copy_(first)
+            graphs[name].replay()
+            result = [tensor.clone() for tensor in work]
+            wanted = results.setdefault(candidate.plan.cols, result)
+            if not all(torch.equal(ours, first) for ours, first in zip(result, wanted, strict=True)):
+                failed.append(f"{sequences}x{rows} between products: {name}")
+                say(f"FAILED {failed[-1]}: other bits than the first plan of {candidate.plan.cols} columns")
+                del graphs[name]
         times = medians_us(graphs, layers, options.rounds)
         without = times.pop("without")
-        found[str(sequences)] = {"without": round(without, 2)} | {n: round(t - without, 2) for n, t in times.items()}
-    return found
+        found[f"{sequences}x{rows}"] = {"without": round(without, 2)} | {
+            n: round(t - without, 2) for n, t in times.items()
+        }
+    return found, failed
 
 
-def report(table: list[dict[str, object]], chain: dict[str, dict[str, float]]) -> dict[str, object]:
-    """The table a person reads, and the plans to use: columns must be one number, blocks may go by batch."""
-    shapes = list(dict.fromkeys((int(str(r["sequences"])), int(str(r["rows"]))) for r in table))
-    us = {(int(str(r["sequences"])), int(str(r["rows"])), str(r["kernel"])): float(str(r["us"])) for r in table}
-    floors = {(int(str(r["sequences"])), int(str(r["rows"]))): float(str(r["floor_us"])) for r in table}
-    say("us a call in a row of calls, PDL; sequences x rows")
-    say(f"{'':46}" + "".join(f"{f'{b} x {r}':>9}" for b, r in shapes))
-    say(f"{'floor':46}" + "".join(f"{floors[shape]:9.2f}" for shape in shapes))
-    for kernel in dict.fromkeys(str(r["kernel"]) for r in table):
-        say(f"{kernel:46}" + "".join(f"{us[(*s, kernel)]:9.2f}" if (*s, kernel) in us else " " * 9 for s in shapes))
-    ours = [k for k in dict.fromkeys(str(r["kernel"]) for r in table) if "columns" in k and "no PDL" not in k]
-    if not ours:
-        return {}
-    say(f"{'best in place':46}" + "".join(f"{_fastest(us, s, ours)[1]:9.2f}" for s in shapes))
-    say(f"{'of floor':46}" + "".join(f"{floors[s] / _fastest(us, s, ours)[1]:9.0%}" for s in shapes))
-    for sequences, times in chain.items():
-        say(f"\nchain, {sequences} sequences, one row: us a layer {times['without']:.2f} without, and with it more:")
-        for name, more in sorted(times.items(), key=lambda item: item[1]):
-            if name != "without":
-                say(f"  {name:50} {more:6.2f}")
-    best = {f"{b}x{r}": _fastest(us, (b, r), ours)[0] for b, r in shapes}
-    scores: dict[str, float] = {}
-    for cols in sorted({name.split(" columns")[0] for name in ours}):
-        same = [name for name in ours if name.startswith(f"{cols} columns")]
-        if any("elsewhere" not in name for name in same):
-            scores[cols] = round(math.exp(statistics.fmean(math.log(_fastest(us, s, same)[1]) for s in shapes)), 3)
-    say(f"\ngeometric mean over shapes of the best plan in place, by columns of a warp: {scores}")
-    for shape, name in best.items():
-        say(f"best in place {shape}: {name}")
-    return {"plans": best, "columns": scores}
-
-
-def _fastest(us: dict[tuple[int, int, str], float], shape: tuple[int, int], names: list[str]) -> tuple[str, float]:
-    """The fastest plan that rewrites rows in place, and needs no promise about what came before."""
-    usable = [n for n in names if "elsewhere" not in n and "early 2" not in n and (*shape, n) in us]
-    name = min(usable or [n for n in names if (*shape, n) in us], key=lambda n: us[(*shape, n)])
-    return name, us[(*shape, name)]
+def report(table: list[dict[str, object]], chain: dict[str, dict[str, float]]) -> dict[str, str]:
+    """The table a person reads, and the candidate to use for each shape: the cheapest between a layer's products."""
+    shapes = list(dict.fromkeys(f"{r['sequences']}x{r['rows']}" for r in table))
+    us = {(f"{r['sequences']}x{r['rows']}", str(r["kernel"])): float(str(r["us"])) for r in table}
+    floors = {f"{r['sequences']}x{r['rows']}": float(str(r["floor_us"])) for r in table}
+    kernels = list(dict.fromkeys(str(r["kernel"]) for r in table))
+    heading = f"{'sequences x rows':50}" + "".join(f"{shape:>9}" for shape in shapes)
+    floor = f"{'floor':50}" + "".join(f"{floors[shape]:9.2f}" for shape in shapes)
+    say(f"us a call in a row of calls\n{heading}\n{floor}")
+    for kernel in kernels:
+        say(f"{kernel:50}" + "".join(f"{us[s, kernel]:9.2f}" if (s, kernel) in us else " " * 9 for s in shapes))
+    if chain:
+        say(f"\nus a layer more between the in-projection and the out-projection\n{heading}\n{floor}")
+        for kernel in ("without", *kernels):
+            if any(kernel in times for times in chain.values()):
+                say(
+                    f"{kernel:50}"
+                    + "".join(f"{chain[s][kernel]:9.2f}" if kernel in chain[s] else " " * 9 for s in shapes)
+                )
+    best: dict[str, str] = {}
+    say("\nRECOMMENDED, by time between the products; columns must be one number for all shapes: it decides the bits")
+    for shape in shapes:
+        times = chain.get(shape) or {kernel: t for (s, kernel), t in us.items() if s == shape}
+        times = {kernel: t for kernel, t in times.items() if "columns" in kernel}
+        if not times:
+            continue
+        for settled in (True, False):
+            allowed = {k: t for k, t in times.items() if settled or "early 1" in k}
+            for columns in ("16 columns", "any"):
+                named = {k: t for k, t in allowed.items() if columns == "any" or k.startswith(columns)}
+                if named:
+                    name = min(named, key=lambda k, named=named: named[k])
+                    best[f"{shape} {'settled' if settled else 'not settled'} {columns}"] = name
+                    kind = "settled    " if settled else "not settled"
+                    say(f"  {shape:6} {kind} {columns:10} {name:46} {named[name]:7.2f} us, floor {floors[shape]:.2f}")
+    return best
 
 
 def say(text: str) -> None:

@@ -1,11 +1,14 @@
-"""Routed NVFP4 experts on one GPU: right first, then timed; the best plan for each number of rows is printed.
+"""Routed experts on one GPU: right first, then timed; the best plan for each number of rows is printed.
 
-    PYTHONPATH=src python3 -m benchmarks.experts [--json FILE]
+    PYTHONPATH=src python3 -m benchmarks.experts [--quick] [--json FILE]
 
 1. Every family is checked in a process of its own: float64, NaN around the rows, a row's bits for every M and plan,
    beside other rows and alone; and chains in which kernels start early. What is wrong gets no times.
 2. CUDA-graph replays over 12 layers of weights of their own, rounds in alternating order, medians. Each candidate
    alone, then pairs of gate/up and down. Fractions are of `--bandwidth`, what one H200 reads.
+3. Experts in bf16 and FP8, and prompt chunks: `grouped_experts`, a process for decode and one for prefill.
+
+`--quick` is part 3, and of part 1 what no other part covers: `chain` and `route`.
 """
 
 import argparse
@@ -25,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.grouped_experts import PARTS, pair_products, run_part
 from benchmarks.linear import capture, describe, medians_us, read_bandwidth, say
 from stepfloor.formats.codec import PackedWeight
 from stepfloor.kernels._experts import (
@@ -57,7 +61,7 @@ from stepfloor.kernels.moe_gate_up import (
     gate_up_rows,
     plan_gate_up,
 )
-from stepfloor.kernels.moe_route import moe_route_products, moe_route_products_reference
+from stepfloor.kernels.moe_route import moe_route, moe_route_reference
 
 EXPERTS, TOPK, D, WIDTH = 512, 10, 2560, 640
 GATE_UP_BYTES, DOWN_BYTES = 2 * WIDTH * D * 9 // 16, D * WIDTH * 9 // 16
@@ -66,7 +70,11 @@ CHECKED_ROWS = (1, 2, 4, 8, 16, 64, 80)
 CASES = ((1, 10), (4, 33), (4, 39), (8, 74), (16, 138), (64, 367))
 TARGETS = {(1, 10): 14.5, (4, 33): 36.5, (4, 39): 42.9}  # the prototype's pair, us
 FAMILIES = ("gate_up", "gather", "down", "spill", "chain", "route")
+QUICK_FAMILIES = ("chain", "route")
+CHAIN_ROWS = (1, 4, 8, 16, 64)
+CHAIN_PLANS = (("lean x 1", "4/8/2"), ("lean x 1", "8/8/1"), ("held x 1", "8/6/1"), ("gather x 1", "4/16/1"))
 LAYERS = 12
+PART_LIMIT_S = 60
 
 
 def main() -> int:
@@ -76,17 +84,26 @@ def main() -> int:
     torch.cuda.set_device(device)
     if options.check is not None:
         return check_family(options.check, options.cache_dir, device)
+    if options.part is not None:
+        return run_part(options.part, options.rounds, options.bandwidth, options.cache_dir, device)
+    families = QUICK_FAMILIES if options.quick else FAMILIES
     faulthandler.dump_traceback_later(options.limit_s, exit=True)
     begin = time.perf_counter()
-    say(describe(device, "gpu-experts-merge"))
+    say(describe(device, None))
+    warming = [start_part(part, options, rounds=1) for part in PARTS]  # fills Triton's cache meanwhile
     compile_all(options, device)
     say(f"[{time.perf_counter() - begin:5.1f} s] kernels compiled")
-    passed = check_all(options.cache_dir)
+    passed = check_all(options.cache_dir, families)
     say(f"[{time.perf_counter() - begin:5.1f} s] checks done; passed: {', '.join(sorted(passed)) or 'nothing'}")
+    for process in warming:
+        output_of(process)
     reads = read_bandwidth(device)
     say(f"read bandwidth of this run {reads / 1e12:.2f} TB/s; fractions below are of {options.bandwidth / 1e12:.2f}")
+    torch.cuda.empty_cache()
+    grouped, failed_parts = run_parts(options)
+    say(f"[{time.perf_counter() - begin:5.1f} s] {', '.join(PARTS)} done")
     table: list[dict[str, object]] = []
-    for experts in (128, EXPERTS):
+    for experts in () if options.quick else (128, EXPERTS):
         weights = Layers(experts, LAYERS if experts == 128 else 3, device, options.cache_dir)
         for rows, distinct in CASES:
             if (experts == 128) == (distinct <= 128):
@@ -97,12 +114,44 @@ def main() -> int:
     if "route" in passed:
         say(f"route (experts, weights, shared gate and SwiGLU from the products), us: {time_route(options, device)}")
     best = report(table)
+    failed = sorted((set(families) - passed) | failed_parts)
     line = {"gpu": torch.cuda.get_device_name(device), "torch": torch.__version__, "read_bytes_per_s": reads}
-    line |= {"passed": sorted(passed), "failed": sorted(set(FAMILIES) - passed), "best": best}
+    line |= {"passed": sorted(passed), "failed": failed, "best": best, "grouped": grouped}
     if options.json is not None:
         options.json.write_text(json.dumps(line | {"rows": table}, indent=1))
     say(json.dumps(line, separators=(",", ":")))
-    return int(len(passed) < len(FAMILIES))
+    return int(bool(failed))
+
+
+def start_part(part: str, options: argparse.Namespace, rounds: int) -> subprocess.Popen[str]:
+    """A part of grouped_experts in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.experts", "--cache-dir", str(options.cache_dir), "--part", part]
+    command += ["--rounds", str(rounds), "--bandwidth", str(options.bandwidth)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def output_of(process: subprocess.Popen[str]) -> str:
+    """What a part printed; one that hangs is ended."""
+    try:
+        return process.communicate(timeout=PART_LIMIT_S)[0]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.communicate()[0] + f"HANGS, no end in {PART_LIMIT_S} s"
+
+
+def run_parts(options: argparse.Namespace) -> tuple[list[dict[str, object]], set[str]]:
+    """The parts of grouped_experts, one after the other: their rows, and the parts in which something failed."""
+    table: list[dict[str, object]] = []
+    failed: set[str] = set()
+    for part in PARTS:
+        process = start_part(part, options, options.rounds)
+        lines = output_of(process).strip().splitlines() or ["no output"]
+        if process.returncode:
+            failed.add(part)
+        if lines[-1].startswith("["):
+            table += json.loads(lines.pop())
+        say("\n".join(lines))
+    return table, failed
 
 
 def parse() -> argparse.Namespace:
@@ -112,8 +161,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--bandwidth", type=float, default=4.65e12)
     parser.add_argument("--cache-dir", type=Path, default=Path(tempfile.gettempdir()) / "stepfloor-kernels")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--limit-s", type=int, default=150, help="give up with a traceback after this long")
+    parser.add_argument("--limit-s", type=int, default=240, help="give up with a traceback after this long")
+    parser.add_argument("--quick", action="store_true", help="no table of plans for NVFP4 decode; under 90 s")
     parser.add_argument("--check", choices=FAMILIES, help="check one family only, here")
+    parser.add_argument("--part", choices=PARTS, help="run one part of grouped_experts only, here")
     return parser.parse_args()
 
 
@@ -133,8 +184,7 @@ def gate_up_plans(rows: int) -> dict[str, GateUpPlan]:
 
 def down_plans(rows: int, multiprocessors: int, shared_k: int = WIDTH) -> dict[str, DownPlan]:
     """The kernels that can serve this many rows, named by blocks of a cluster, warps of a block and slots of a warp."""
-    tape = torch.empty((EXPERTS, 0), dtype=torch.uint8)
-    stand_in = TiledExperts((D, WIDTH), False, SLICES, 5, tape, tape, Path())
+    stand_in = stand_ins()[1]
     found: dict[str, DownPlan] = {}
     for cluster, warps in ((4, 8), (4, 16), (8, 8), (8, 6)):
         for slots in (1, 2, 3, 4):
@@ -146,11 +196,30 @@ def down_plans(rows: int, multiprocessors: int, shared_k: int = WIDTH) -> dict[s
     return found
 
 
+def stand_ins() -> tuple[TiledExperts, TiledExperts]:
+    """Gate/up and down of the model without their bytes: enough to plan for."""
+    tape = torch.empty((EXPERTS, 0), dtype=torch.uint8)
+    return (
+        TiledExperts((2 * WIDTH, D), True, WARPS, 5, tape, tape, Path()),
+        TiledExperts((D, WIDTH), False, SLICES, 5, tape, tape, Path()),
+    )
+
+
+def chain_plans(rows: int, multiprocessors: int) -> dict[str, tuple[GateUpPlan, DownPlan]]:
+    """Pairs of kernels whose early starts are checked: the defaults, and plans that overlap in other ways."""
+    gate_up, down = stand_ins()
+    pairs = {"default": (plan_gate_up(gate_up, TOPK, rows), plan_down(down, WIDTH, TOPK, rows, multiprocessors))}
+    first, second = gate_up_plans(rows), down_plans(rows, multiprocessors)
+    return pairs | {f"{a} + {b}": (first[a], second[b]) for a, b in CHAIN_PLANS if a in first and b in second}
+
+
 def compile_all(options: argparse.Namespace, device: torch.device) -> None:
     """Fill the cache from several processes; what does not compile is named and left out by its check."""
     count = torch.cuda.get_device_properties(device).multi_processor_count
     wanted: set[GateUpPlan | DownPlan] = set()
-    for rows in CAPACITIES:
+    for rows in CHAIN_ROWS:
+        wanted |= {plan for pair in chain_plans(rows, count).values() for plan in pair}
+    for rows in () if options.quick else CAPACITIES:
         wanted |= {
             *gate_up_plans(rows).values(),
             *down_plans(rows, count).values(),
@@ -179,12 +248,12 @@ def build(job: tuple[GateUpPlan | DownPlan, str, Path]) -> str | None:
 # ---------------------------------------------------------------------- checks
 
 
-def check_all(cache_dir: Path) -> set[str]:
+def check_all(cache_dir: Path, families: tuple[str, ...]) -> set[str]:
     """Check the families side by side, each in its own process: a fault or a hang of one leaves the others alone."""
     command = [sys.executable, "-m", "benchmarks.experts", "--cache-dir", str(cache_dir), "--check"]
     running = {
         family: subprocess.Popen([*command, family], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for family in FAMILIES
+        for family in families
     }
     passed: set[str] = set()
     deadline = time.monotonic() + 60
@@ -239,18 +308,6 @@ def random_choices(rows: int, device: torch.device) -> Tensor:
     ids[:, 1] = 2
     order = ids.argsort(-1, descending=True)[:, :TOPK]
     return order[:, torch.randperm(TOPK, generator=torch.Generator().manual_seed(1)).to(device)].contiguous()
-
-
-def pair_products(x: Tensor, ids: Tensor, weight: PackedWeight) -> tuple[Tensor, Tensor]:
-    """float64 products of pairs' rows x [T, topk, K] with their experts, and the sums of the magnitudes."""
-    out = torch.zeros((*ids.shape, weight.shape[0]), dtype=torch.float64, device=x.device)
-    size = torch.zeros_like(out)
-    for expert in ids.unique().tolist():
-        t, j = (ids == expert).nonzero(as_tuple=True)
-        matrix = weight.expert(expert).dequantize().double()
-        out[t, j] = x[t, j].double() @ matrix.T
-        size[t, j] = x[t, j].double().abs() @ matrix.abs().T
-    return out, size
 
 
 def check_outputs(
@@ -374,15 +431,11 @@ def check_chain(cache_dir: Path, device: torch.device) -> list[str]:
     if isinstance(dense, PackedWeight):
         return ["the dense matrix was not repacked"]
     errors: list[str] = []
-    for rows in (1, 4, 8, 16, 64):
+    count = torch.cuda.get_device_properties(device).multi_processor_count
+    for rows in CHAIN_ROWS:
         shared = rand(rows, WIDTH), rand(rows, 1).sigmoid(), matrix
         x, weights = rand(rows, D), rand(rows, TOPK).softmax(-1)
-        count = torch.cuda.get_device_properties(device).multi_processor_count
-        first, second = gate_up_plans(rows), down_plans(rows, count)
-        pairs = {"default": (plan_gate_up(gate_up, TOPK, rows), plan_down(down, WIDTH, TOPK, rows, count))}
-        for a, b in (("lean x 1", "4/8/2"), ("lean x 1", "8/8/1"), ("held x 1", "8/6/1"), ("gather x 1", "4/16/1")):
-            if a in first and b in second:
-                pairs[f"{a} + {b}"] = first[a], second[b]
+        pairs = chain_plans(rows, count)
         for name, plans in pairs.items():
             errors += [f"{name}, {e}" for e in check_chain_of(x, weights, shared, gate_up, down, dense, plans)]
     return errors
@@ -393,10 +446,10 @@ def check_route(device: torch.device) -> list[str]:
     products = torch.randn(MAX_ROWS, EXPERTS + 2 * WIDTH + 1, device=device).to(torch.bfloat16)
     products[3, :EXPERTS] = 0.25
     products[4, :EXPERTS] = products[4, :EXPERTS].round()
-    wanted = moe_route_products_reference(products.cpu(), EXPERTS, TOPK, True)
+    wanted = moe_route_reference(products.cpu(), EXPERTS, TOPK, True)
     errors: list[str] = []
     for rows in CHECKED_ROWS:
-        found = [t.cpu() for t in moe_route_products(products[:rows], EXPERTS, TOPK, True)]
+        found = [t.cpu() for t in moe_route(products[:rows], EXPERTS, TOPK, True)]
         if not torch.equal(found[0], wanted[0][:rows]):
             errors.append(f"{rows} rows: other experts")
         for name, ours, whole in zip(("weights", "hidden", "gate"), found[1:], wanted[1:], strict=True):
@@ -592,7 +645,7 @@ def time_route(options: argparse.Namespace, device: torch.device) -> dict[int, f
 
         def run(products: Tensor = products) -> None:
             for _ in range(48):
-                moe_route_products(products, EXPERTS, TOPK, True)
+                moe_route(products, EXPERTS, TOPK, True)
 
         run()
         found[rows] = round(medians_us({"": capture(run)}, 48, options.rounds)[""], 2)

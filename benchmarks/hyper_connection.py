@@ -30,9 +30,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.linear import capture, current_commit, describe, medians_us, read_bandwidth, say
+from stepfloor.formats.codec import quantize
 from stepfloor.kernels import hc_down, hc_mix
 from stepfloor.kernels._jit import compile_cuda, device_arch
-from stepfloor.kernels._stream import ROW_CAPACITIES, pack_tape
+from stepfloor.kernels._stream import ROW_CAPACITIES, outer_scales, pack_tape
 from stepfloor.kernels._torch import rms_norm, sigmoid, silu
 from stepfloor.kernels.hc_down import DownPlan, StreamedDown, hc_down_inputs, hc_down_reference, plan_down, queue_down
 from stepfloor.kernels.hc_mix import StreamedMix, hc_mix_inputs, hc_mix_reference, pack_mix, plan_mix, queue_mix
@@ -45,13 +46,14 @@ CHECKED_ROWS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 40)
 # us at 1 and 4 rows: what the bare products cost in the prototypes, kernels.md section 5
 TARGETS = {("down", 1): 3.5, ("down", 4): 4.2, ("mix", 1): 3.4, ("mix", 4): 4.2}
 DOWN_FORMS = {
-    "stream, norm first": (1, True),
-    "stream, norm last": (1, False),
-    "half stream, norm first": (2, True),
-    "half stream, norm last": (2, False),
+    "stream, norm first": (1, True, "bf16"),
+    "stream, norm last": (1, False, "bf16"),
+    "half stream, norm first": (2, True, "bf16"),
+    "half stream, norm last": (2, False, "bf16"),
+    "half stream, norm first, fp8": (2, True, "fp8_channel"),
 }
-MIX_FORMS = {"2 slices": 2, "1 slice": 1}
-DEFAULT_DOWN, DEFAULT_MIX = "stream, norm first", "2 slices"
+MIX_FORMS = {"2 slices": (2, "bf16"), "1 slice": (1, "bf16"), "2 slices, fp8": (2, "fp8_channel")}
+DEFAULT_DOWN, DEFAULT_MIX = "half stream, norm first", "2 slices"
 FAMILIES = [*(f"down: {name}" for name in DOWN_FORMS), *(f"mix: {name}" for name in MIX_FORMS)]
 
 
@@ -118,7 +120,7 @@ def down_plan(name: str, device: torch.device) -> DownPlan:
 def mix_plan(name: str, device: torch.device) -> hc_mix.MixPlan:
     """The plan of a form."""
     count = torch.cuda.get_device_properties(device).multi_processor_count
-    return plan_mix(D, STREAMS, RANK, count, MIX_FORMS[name])
+    return plan_mix(D, STREAMS, RANK, count, *MIX_FORMS[name])
 
 
 def compile_all(cache_dir: Path, device: torch.device) -> list[str]:
@@ -191,9 +193,9 @@ def check_down(name: str, cache_dir: Path, device: torch.device) -> list[str]:
     plan = down_plan(name, device)
     found: list[str] = []
     for write in (True, False):
-        inputs = hc_down_inputs(40, D, RANK, "bf16", torch.bfloat16, "cuda", write)
+        inputs = hc_down_inputs(40, D, RANK, plan.format, torch.bfloat16, "cuda", write)
         weight = inputs["down"][0]
-        down = StreamedDown(plan, pack_tape(weight.data, plan.stream), cache_dir)
+        down = StreamedDown(plan, pack_tape(weight, plan.stream), cache_dir, outer_scales(weight))
         torch.cuda.synchronize()
         wanted = hc_down_reference(**inputs)
         full: list[Tensor] = []
@@ -222,9 +224,10 @@ def check_down(name: str, cache_dir: Path, device: torch.device) -> list[str]:
 def check_mix(name: str, cache_dir: Path, device: torch.device) -> list[str]:
     """What is wrong with one form of hc_mix."""
     plan = mix_plan(name, device)
-    inputs = hc_mix_inputs(40, D, RANK, "bf16", torch.bfloat16, "cuda")
+    inputs = hc_mix_inputs(40, D, RANK, plan.format, torch.bfloat16, "cuda")
     weight = inputs["up"][0]
-    up = StreamedMix(plan, pack_mix(weight.data, plan), cache_dir)
+    tape, tape_scales = pack_mix(weight, plan)
+    up = StreamedMix(plan, tape, cache_dir, tape_scales)
     torch.cuda.synchronize()
     wanted = hc_mix_reference(**inputs)
     found: list[str] = []
@@ -308,10 +311,17 @@ def time_rows(rows: int, passed: set[str], options: argparse.Namespace, device: 
     """us of one call (`down`, `mix`) or of both (`pair`) for everything that passed."""
     downs = {n: down_plan(n, device) for n in DOWN_FORMS if f"down: {n}" in passed}
     mixes = {n: mix_plan(n, device) for n in MIX_FORMS if f"mix: {n}" in passed}
-    most = max([2 * (RANK + STREAMS) * WIDTH, *(p.stream.tape_bytes for p in downs.values())])
-    most_up = max([2 * RANK * WIDTH, *(p.stream.tape_bytes for p in mixes.values())])
-    down_store = torch.empty((PAIRS, most // 2), dtype=torch.bfloat16, device=device).normal_(std=0.01)
-    up_store = torch.empty((PAIRS, most_up // 2), dtype=torch.bfloat16, device=device).normal_(std=0.05)
+    down_store = torch.empty((PAIRS, RANK + STREAMS, WIDTH), dtype=torch.bfloat16, device=device).normal_(std=0.01)
+    up_store = torch.empty((PAIRS, WIDTH, RANK), dtype=torch.bfloat16, device=device).normal_(std=0.05)
+    streamed_downs: dict[DownPlan, list[StreamedDown]] = {}
+    for plan in downs.values():
+        weight = quantize(down_store[0], plan.format)
+        tapes = pack_tape(weight, plan.stream).repeat(PAIRS, 1)
+        streamed_downs[plan] = [StreamedDown(plan, t, options.cache_dir, outer_scales(weight)) for t in tapes]
+    streamed_ups: dict[hc_mix.MixPlan, list[StreamedMix]] = {}
+    for plan in mixes.values():
+        tape, tape_scales = pack_mix(quantize(up_store[0], plan.format), plan)
+        streamed_ups[plan] = [StreamedMix(plan, t, options.cache_dir, tape_scales) for t in tape.repeat(PAIRS, 1)]
     scales = 1 + 0.1 * torch.randn(PAIRS, WIDTH, device=device)
     buffers = make_buffers(rows, device)
     torch.cuda.synchronize()
@@ -322,11 +332,11 @@ def time_rows(rows: int, passed: set[str], options: argparse.Namespace, device: 
         if down is not None:
             given = (b.residual[now], b.y[now], b.weights[now])
             outputs = (b.residual[after], b.normed, b.low, b.weights[after])
-            queue_down(StreamedDown(down, down_store[i], options.cache_dir), scales[i], given, outputs, EPS, early)
+            queue_down(streamed_downs[down][i], scales[i], given, outputs, EPS, early)
         if mix is not None:
             # alone, a call reads the one before; the low of a pair comes from its hc_down
             low = b.low if down is not None else b.y[now].view(-1)[: rows * RANK].view(rows, RANK)
-            queue_mix(StreamedMix(mix, up_store[i], options.cache_dir), low, b.normed, b.y[after], early)
+            queue_mix(streamed_ups[mix][i], low, b.normed, b.y[after], early)
 
     def chain(down: DownPlan | None, mix: hc_mix.MixPlan | None, early: bool = True) -> torch.cuda.CUDAGraph:
         queue(0, down, mix, early)  # loads the kernel outside of the capture
@@ -346,7 +356,8 @@ def time_rows(rows: int, passed: set[str], options: argparse.Namespace, device: 
         graphs[f"mix {name}"] = chain(None, plan)
     for name, plan in downs.items():
         for mix_name, mix in mixes.items():
-            graphs[f"pair {name} + {mix_name}"] = chain(plan, mix)
+            if mix.format == plan.format:
+                graphs[f"pair {name} + {mix_name}"] = chain(plan, mix)
     if DEFAULT_DOWN in downs and DEFAULT_MIX in mixes:
         graphs["down default, no PDL"] = chain(downs[DEFAULT_DOWN], None, False)
         graphs["mix default, no PDL"] = chain(None, mixes[DEFAULT_MIX], False)
@@ -370,8 +381,7 @@ def make_buffers(rows: int, device: torch.device) -> Buffers:
 def library_pair(i: int, b: Buffers, down_store: Tensor, up_store: Tensor, scales: Tensor) -> None:
     """The same operators from torch and cuBLAS."""
     now, after = i % 2, 1 - i % 2
-    down = down_store[i, : (RANK + STREAMS) * WIDTH].view(-1, WIDTH)
-    up = up_store[i, : RANK * WIDTH].view(WIDTH, RANK)
+    down, up = down_store[i], up_store[i]
     torch.add(
         b.residual[now], (b.y[now].unsqueeze(-2) * b.weights[now].unsqueeze(-1)).flatten(-2), out=b.residual[after]
     )
@@ -384,12 +394,12 @@ def library_pair(i: int, b: Buffers, down_store: Tensor, up_store: Tensor, scale
 
 
 def report(times: dict[int, dict[str, float]], bandwidth: float) -> dict[str, str]:
-    """The table a person reads; returns the form with the best geometric mean over row counts, for each operator."""
+    """The table a person reads; returns each operator's bf16 form with the best geometric mean over row counts."""
     down_bytes, up_bytes = 2 * (RANK + STREAMS) * WIDTH + 4 * WIDTH, 2 * RANK * WIDTH
     weight_bytes = {"down": down_bytes, "mix": up_bytes, "pair": down_bytes + up_bytes}
     floors = {kind: count / bandwidth * 1e6 for kind, count in weight_bytes.items()}
     rows_seen = list(times)
-    say(f"\nus a call; floors of the weights: {', '.join(f'{k} {v:.2f}' for k, v in floors.items())}")
+    say(f"\nus a call; floors of bf16 weights: {', '.join(f'{k} {v:.2f}' for k, v in floors.items())}")
     say(f"{'':52} " + " ".join(f"M={rows:<6d}" for rows in rows_seen))
     names = list(dict.fromkeys(name for found in times.values() for name in found))
     for name in sorted(names, key=lambda n: list(floors).index(n.split()[0])):
@@ -399,7 +409,7 @@ def report(times: dict[int, dict[str, float]], bandwidth: float) -> dict[str, st
         scores = {
             name: sum(math.log(times[rows][name]) for rows in rows_seen)
             for name in names
-            if name.startswith(kind) and "torch" not in name and "default" not in name
+            if name.startswith(kind) and not any(word in name for word in ("torch", "default", "fp8"))
         }
         if not scores:
             say(f"{kind}: no form passed")

@@ -1,12 +1,15 @@
-"""Streamed bf16 products on one GPU: right first, then timed beside cuBLAS; the best plan of each shape is printed.
+"""Streamed products on one GPU: right first, then timed beside cuBLAS; the best plan of each shape and format is named.
 
-    PYTHONPATH=src python3 -m benchmarks.linear [--shapes head,gdn_in] [--rows 1,4] [--json FILE]
+    PYTHONPATH=src python3 -m benchmarks.linear --quick
+    PYTHONPATH=src python3 -m benchmarks.linear [--shapes head,gdn_in] [--formats bf16,nvfp4] [--rows 1,4] [--json FILE]
 
 1. Every kernel family is checked in a process of its own (float64, NaN around inputs and outputs, row bits for every M,
    graph replay). A family that is wrong, crashes or hangs is named and gets no times.
-2. CUDA-graph replays, weights rotated past the L2, rounds in alternating order, medians. Both sides run the same chain
-   of calls. Fractions are of `--bandwidth`, what one H200 reads; the read rate of this run is printed beside it.
-3. The dense chain of a step: 48 layers, 384 products, 7.3 GB.
+2. CUDA-graph replays, weights rotated past the L2, rounds in alternating order, medians. cuBLAS multiplies the bf16
+   matrix, whatever the format beside it. Fractions are of `--bandwidth`, what one H200 reads; the read rate of this run
+   is printed beside it. A part that fails is named, and the others go on.
+3. What a matrix costs to become bf16 again for prefill.
+4. The dense chain of a step: 48 layers, 384 products, 7.3 GB in bf16; without --quick.
 """
 
 import argparse
@@ -28,8 +31,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stepfloor.formats.codec import PackedWeight, quantize
+from stepfloor.formats.table import stored_bytes
 from stepfloor.kernels._jit import compile_cuda, device_arch
-from stepfloor.kernels._stream import SHARED_LIMIT, StreamPlan, pack_tape
+from stepfloor.kernels._stream import (
+    CODINGS,
+    SHARED_LIMIT,
+    StreamPlan,
+    dense_arguments,
+    dense_launch,
+    dense_macros,
+    outer_scales,
+    pack_tape,
+)
 from stepfloor.kernels.linear import (
     MAX_ROWS,
     StreamedWeight,
@@ -41,6 +55,7 @@ from stepfloor.kernels.linear import (
     panel_stage_steps,
     plan_stream,
     shared_bytes,
+    spread_variant,
     stream_product,
 )
 
@@ -49,7 +64,7 @@ SHAPES = {
     "gdn_in": (16480, 2560),
     "qsa_in": (13952, 2560),
     "out": (2560, 6144),
-    "router_gate_up": (1808, 2560),
+    "router_shared": (1793, 2560),
     "shared_gate_up": (1280, 2560),
     "shared_down": (2560, 640),
     "router": (512, 2560),
@@ -58,10 +73,25 @@ SHAPES = {
     "gdn_ab": (96, 2560),
 }
 ODD_SHAPES = [(16, 16), (37, 48), (251, 64), (33, 640), (385, 256), (1000, 1040), (5301, 4096)]
-CHECKED_ROWS = (1, 2, 3, 4, 8, 16, 17, 33, 64, 80)
-TARGETS = {"head": 0.85, "gdn_in": 0.85, "qsa_in": 0.85, "out": 0.75}
+QUICK_SHAPES = ("head", "gdn_in", "qsa_in", "out", "router_shared", "hc_down", "hc_up")
+FORMATS = tuple(name for name in CODINGS if name != "fp8_tensor")  # which runs as fp8_channel does
+CHECKED_ROWS = (1, 2, 3, 4, 5, 8, 15, 16, 17, 33, 64, 80)
+# least share of the floor at M=1 and 4
+TARGETS = {
+    ("bf16", "head"): 0.85,
+    ("bf16", "gdn_in"): 0.85,
+    ("bf16", "qsa_in"): 0.85,
+    ("bf16", "out"): 0.75,
+    ("fp8_channel", "head"): 0.85,
+    ("mxfp8", "head"): 0.85,
+    ("nvfp4", "head"): 0.75,
+    ("fp8_channel", "gdn_in"): 0.6,
+    ("fp8_channel", "out"): 0.6,
+}
+MANY_ROWS_TARGET = 1 / 1.3  # of the floor at M=64
 ROTATED_BYTES = 250e6  # four times the L2
-FAMILIES = ("ring", "passes", "cluster", "panel", "wide")
+PATHS = ("ring", "passes", "cluster", "panel", "wide", "spread")
+FAMILIES = (*PATHS, *(f"{name}{kind}" for name in FORMATS if name != "bf16" for kind in ("", " spread")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,56 +106,102 @@ class Candidate:
 
 
 def main() -> int:
-    """Run all three parts; 1 if a family or a target fails."""
+    """Run all parts; 1 if a family or a part fails."""
     options = parse()
     device = torch.device("cuda", 0)
     if options.check is not None:
-        return check_family(options.check, options.cache_dir, device)
+        return check_family(options.check, options, device)
     faulthandler.dump_traceback_later(options.limit_s, exit=True)
     begin = time.perf_counter()
+
+    def stamp(text: str) -> None:
+        say(f"[{time.perf_counter() - begin:5.1f} s] {text}")
+
     say(describe(device, options.commit))
     shapes = {name: SHAPES[name] for name in options.shapes}
     compile_all(shapes, options, device)
-    say(f"[{time.perf_counter() - begin:5.1f} s] kernels compiled")
-    passed = check_all(options.cache_dir)
-    say(f"[{time.perf_counter() - begin:5.1f} s] checks done; timed: {', '.join(sorted(passed)) or 'nothing'}")
+    stamp("kernels compiled")
+    passed = check_all(options)
+    stamp(f"checks done; timed: {', '.join(sorted(passed)) or 'nothing'}")
     reads = read_bandwidth(device)
     say(f"read bandwidth of this run {reads / 1e12:.2f} TB/s; fractions below are of {options.bandwidth / 1e12:.2f}")
     table: list[dict[str, object]] = []
+    broken: list[str] = []
     for name, (n, k) in shapes.items():
-        table += time_shape(name, n, k, passed, options, device)
-        say(f"[{time.perf_counter() - begin:5.1f} s] {name} done")
+        library: dict[int, float] = {}
+        for format_name in ("cuBLAS", *options.formats):
+            if format_name in ("mxfp8", "nvfp4") and k % 32:
+                continue
+            try:
+                if format_name == "cuBLAS":
+                    library = time_library(n, k, options, device)
+                    continue
+                rows = time_shape(name, n, k, format_name, library, passed, options, device)
+                table += rows
+                report(rows)
+            except RuntimeError as error:
+                broken.append(f"{name} {format_name}")
+                say(f"{name} {format_name} FAILED: {str(error).splitlines()[0]}")
+            torch.cuda.empty_cache()
+        stamp(f"{name} done")
+    dense: dict[str, float] = {}
+    chain: dict[str, dict[str, float]] = {}
     best = best_plans(table)
-    chain = time_chain(best, passed, options, device) if options.chain else {}
-    report(table, best)
+    parts: list[tuple[str, Callable[[], None]]] = [("dense", lambda: dense.update(time_dense(options, device)))]
+    if options.chain:
+        for format_name in options.formats:
+            if format_name in ("bf16", "fp8_channel"):
+                parts.append(
+                    (
+                        f"chain {format_name}",
+                        lambda f=format_name: chain.update(time_chain(best, f, passed, options, device)),
+                    )
+                )
+    for name, part in parts:
+        try:
+            part()
+        except RuntimeError as error:
+            broken.append(name)
+            say(f"{name} FAILED: {str(error).splitlines()[0]}")
+        stamp(f"{name} done")
+    for key, name in best.items():
+        say(f"best plan {key}: {name}")
     line = {
         "gpu": torch.cuda.get_device_name(device),
         "commit": options.commit or current_commit(),
         "torch": torch.__version__,
         "read_bytes_per_s": reads,
     }
-    line |= {"passed": sorted(passed), "failed": sorted(set(FAMILIES) - passed), "best": best, "chain": chain}
+    line |= {"passed": sorted(passed), "failed": sorted(set(FAMILIES) - passed), "broken": broken}
+    line |= {"best": best, "dense_bytes_per_s": dense, "chain": chain}
     if options.json is not None:
         options.json.write_text(json.dumps(line | {"rows": table}, indent=1))
-    us = {f"{r['shape']}/{r['rows']}/{r['kernel']}": r["us"] for r in table if r["kernel"] in ("cuBLAS", "default")}
+    kept = ("cuBLAS", "default")
+    us = {f"{r['shape']}/{r['format']}/{r['rows']}/{r['kernel']}": r["us"] for r in table if r["kernel"] in kept}
     say(json.dumps(line | {"us": us}, separators=(",", ":")))
-    return int(len(passed) < len(FAMILIES))
+    return int(len(passed) < len(FAMILIES) or bool(broken))
 
 
 def parse() -> argparse.Namespace:
     """Arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", type=lambda s: s.split(","), default=list(SHAPES))
+    parser.add_argument("--quick", action="store_true", help="the shapes of a step, fewer plans and rounds, no chain")
+    parser.add_argument("--shapes", type=lambda s: s.split(","))
+    parser.add_argument("--formats", type=lambda s: s.split(","), default=list(FORMATS))
     parser.add_argument("--rows", type=lambda s: [int(v) for v in s.split(",")], default=[1, 4, 8, 16, 64])
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int)
     parser.add_argument("--bandwidth", type=float, default=4.65e12)
     parser.add_argument("--cache-dir", type=Path, default=Path(tempfile.gettempdir()) / "stepfloor-kernels")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--commit", help="what was checked out, where git cannot say")
     parser.add_argument("--no-chain", dest="chain", action="store_false")
-    parser.add_argument("--limit-s", type=int, default=240, help="give up with a traceback after this long")
+    parser.add_argument("--limit-s", type=int, default=420, help="give up with a traceback after this long")
     parser.add_argument("--check", choices=FAMILIES, help="check one family only, here")
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.shapes = options.shapes or list(QUICK_SHAPES if options.quick else SHAPES)
+    options.rounds = options.rounds or (5 if options.quick else 9)
+    options.chain = options.chain and not options.quick
+    return options
 
 
 def describe(device: torch.device, commit: str | None) -> str:
@@ -149,46 +225,101 @@ def current_commit() -> str:
 # ---------------------------------------------------------------------- what is compared
 
 
-def plans(n: int, k: int, device: torch.device) -> dict[str, StreamPlan]:
-    """The default plan of a shape and what it competes with."""
+def plans(n: int, k: int, device: torch.device, format_name: str, quick: bool) -> dict[str, StreamPlan]:
+    """The default plan of a shape in a format and what it competes with."""
     count = torch.cuda.get_device_properties(device).multi_processor_count
-    base = plan_stream(n, k, count)
+    base = plan_stream(n, k, count, format_name=format_name)
     found = {"default": base}
-    if base.passes > 1:
-        found["2 slots"] = replace(base, slots=2)
-        found["16 rows"] = replace(base, pass_rows=16, slots=2)
+    bf16 = format_name == "bf16"
+    if base.passes > 1 and base.chunks == 1:
+        if bf16:
+            found["2 slots"] = replace(base, slots=2)
+            found["16 rows x 2"] = replace(base, pass_rows=16, slots=2)
+        else:
+            # rows of a piece, pieces on the way
+            for rows, slots in (
+                ((16, 4), (16, 2), (8, 5), (32, 2))
+                if format_name != "nvfp4"
+                else (
+                    (16, 5),
+                    (32, 3),
+                    (16, 4),
+                    (16, 3),
+                )
+            ):
+                found[f"{rows} rows x {slots}"] = replace(base, pass_rows=rows, slots=slots)
     elif k == 6144:
-        for chunk_steps, slots in ((4, 2), (3, 3), (2, 4), (6, 2), (12, 1)):
-            found[f"chunk {chunk_steps} x {slots}"] = replace(base, chunk_steps=chunk_steps, slots=slots)
-        found["split 2"] = plan_stream(n, k, count, split=2)
+        sizes = ((4, 2), (3, 3), (2, 4), (6, 2), (12, 1)) if bf16 else ((8, 2), (12, 2), (24, 1), (4, 4), (6, 3))
+        for chunk_steps, slots in sizes:
+            if chunk_steps % base.grain == 0:
+                found[f"chunk {chunk_steps} x {slots}"] = replace(base, chunk_steps=chunk_steps, slots=slots)
+        found["split 2"] = plan_stream(n, k, count, split=2, format_name=format_name)
     elif k == 10240:
-        found |= {f"split {split}": plan_stream(n, k, count, split=split) for split in (1, 2, 5)}
-    elif (n, k) in ((1280, 2560), (1808, 2560)):
-        found["split 2"] = plan_stream(n, k, count, split=2)
-        found["chunk 5"] = replace(base, chunk_steps=5, slots=2)
-    return {name: plan for name, plan in found.items() if name == "default" or plan != base}
+        found |= {
+            f"split {split}": plan_stream(n, k, count, split=split, format_name=format_name) for split in (2, 5, 1)
+        }
+    elif (n, k) in ((1280, 2560), (1793, 2560)):
+        found["split 2"] = plan_stream(n, k, count, split=2, format_name=format_name)
+        if bf16:
+            found["whole"] = replace(base, chunk_steps=10, slots=1)
+    found = {name: plan for name, plan in found.items() if name == "default" or plan != base}
+    swept = format_name != "fp8_block" and (n, k) in (SHAPES["head"], SHAPES["gdn_in"], SHAPES["out"])
+    return dict(list(found.items())[: 3 if swept else 1]) if quick else found
 
 
-def candidates(n: int, k: int, rows: int, device: torch.device) -> list[Candidate]:
+def candidates(n: int, k: int, rows: int, device: torch.device, format_name: str, quick: bool) -> list[Candidate]:
     """Everything that can compute this product here."""
     found: list[Candidate] = []
-    for name, plan in plans(n, k, device).items():
+    for name, plan in plans(n, k, device, format_name, quick).items():
         variant = choose_variant(plan, rows)
-        found.append(Candidate(name, family_of(plan, variant), plan, variant))
-        if name == "default":
+        if rows <= 16 or not quick or name == "default":
+            found.append(Candidate(name, family_of(plan, variant), plan, variant))
+        if name != "default":
+            continue
+        if not quick:
             found.append(replace(found[-1], name="default, no PDL", dependent=False))
-        stage_steps = panel_stage_steps(plan)
-        if stage_steps and name == "default":
-            tiles = -(-rows // 16)
-            for stages in (2, 3):
-                panel = Variant(tiles, True, stage_steps, stages)
-                if rows >= 8 and panel != variant:
-                    found.append(Candidate(f"panel, {stages} stages", "panel", plan, panel))
+        for label, other in other_variants(plan, rows, variant, quick).items():
+            found.append(Candidate(label, family_of(plan, other), plan, other))
     return [c for c in found if shared_bytes(c.plan, c.variant) <= SHARED_LIMIT]
 
 
+def other_variants(plan: StreamPlan, rows: int, chosen: Variant, quick: bool) -> dict[str, Variant]:
+    """Kernels that could take the place of the default plan's at this row count: a row's bits stay the same."""
+    if rows <= 8:
+        return {}
+    tiles = -(-rows // 16)
+    spread = spread_variant(plan, tiles)
+    found: dict[str, Variant] = {}
+    if spread is not None:
+        found["spread"] = spread
+    if spread is not None and (rows > 16 or not quick):
+        unit = plan.coding.unit
+        found["spread, short stages"] = replace(spread, stage_steps=unit, stages=min(8, 2 * spread.stages))
+        found["spread, few rows"] = replace(spread, together=max(1, spread.together // 2))
+        if rows > 16:
+            found["spread, 2 buffers"] = replace(spread, buffers=2, stages=max(2, spread.stages // 2))
+            found["spread, 1 buffer"] = replace(spread, buffers=1)
+    if rows > 16:
+        found["tiles of 16"] = Variant(1, True)
+        if plan.passes == 1 and plan.format != "fp8_block":
+            found["tiles"] = Variant(tiles, True)
+    stage_steps = panel_stage_steps(plan)
+    if stage_steps:
+        found["panel"] = Variant(tiles, True, stage_steps, 3)
+    kept: dict[str, Variant] = {}
+    for name, variant in found.items():
+        fits = shared_bytes(plan, variant) <= SHARED_LIMIT
+        if fits and variant != chosen and variant not in kept.values():
+            kept[name] = variant
+    return kept
+
+
 def family_of(plan: StreamPlan, variant: Variant) -> str:
-    """Which code path a kernel takes."""
+    """Which check stands for a kernel."""
+    if plan.format != "bf16":
+        return plan.format + (" spread" if variant.together else "")
+    if variant.together:
+        return "spread"
     if variant.stage_steps:
         return "panel"
     if variant.tiles > 1:
@@ -198,43 +329,58 @@ def family_of(plan: StreamPlan, variant: Variant) -> str:
     return "passes" if plan.passes > 1 else "ring"
 
 
-def checked_plans(family: str, device: torch.device) -> list[tuple[StreamPlan, list[Variant]]]:
+def checked_plans(family: str, quick: bool, device: torch.device) -> list[tuple[StreamPlan, list[Variant]]]:
     """Plans that put a family to the test, each with the kernels that must agree bit for bit."""
     count = torch.cuda.get_device_properties(device).multi_processor_count
     short, tall = Variant(1, False), Variant(1, True)
-    shapes = [*SHAPES.values(), *ODD_SHAPES]
-    every = [p for n, k in shapes for p in plans(n, k, device).values()]
+    format_name = family.split()[0] if family.split()[0] in CODINGS else "bf16"
+    grain = 32 if format_name in ("mxfp8", "nvfp4") else 16
+    own = {name: SHAPES[name] for name in QUICK_SHAPES if name != "head"} if quick else SHAPES
+    shapes = [(n, k) for n, k in [*own.values(), *(ODD_SHAPES[1::2] if quick else ODD_SHAPES)] if k % grain == 0]
+    every = [p for n, k in shapes for p in plans(n, k, device, format_name, quick).values()]
+    odd = [plan_stream(n, k, count, format_name=format_name) for n, k in ((16483, 2560), (5301, 4096))]
     single = [p for p in every if p.passes == 1 and p.split == 1]
+    if family.endswith("spread"):
+        found: list[tuple[StreamPlan, list[Variant]]] = []
+        # other plans differ in what this kernel does not look at, but for the size of their pieces
+        defaults = [plan_stream(n, k, count, format_name=format_name) for n, k in shapes]
+        for p in [*(defaults if quick else every), odd[0]]:
+            wide = [spread_variant(p, tiles) for tiles in (1, 2, 4, 5)]
+            others = [v for v in other_variants(p, 64, tall, quick).values() if v.together]
+            variants = [v for v in [*wide, *others] if v is not None]
+            if variants:
+                found.append((p, [tall, *dict.fromkeys(variants)]))
+        return found
+    if family in CODINGS:
+        tiles = [Variant(tiles, True) for tiles in (2, 5)]
+        return [(p, [short, tall, *(tiles if p.passes == 1 and family != "fp8_block" else [])]) for p in [*every, *odd]]
     if family == "ring":
         return [(p, [short, tall]) for p in single]
     if family == "passes":
-        odd = [plan_stream(16483, 2560, count), plan_stream(5301, 4096, count)]
         return [(p, [short, tall]) for p in [*(p for p in every if p.passes > 1), *odd]]
     if family == "cluster":
         return [(p, [short, tall]) for p in every if p.split > 1]
     if family == "panel":
-        panels = [p for p in [*every, plan_stream(16483, 2560, count)] if panel_stage_steps(p) and p.slots == 3]
-        return [
-            (
-                p,
-                [
-                    tall,
-                    *(Variant(tiles, True, panel_stage_steps(p), s) for tiles, s in ((1, 2), (1, 3), (4, 3), (5, 3))),
-                ],
-            )
-            for p in panels
-        ]
-    wide = [*single, plan_stream(336, 10240, count)]
-    return [(p, [tall, *(Variant(tiles, True) for tiles in (2, 4, 5))]) for p in dict.fromkeys(wide)]
+        panels = [p for p in [*every, odd[0]] if panel_stage_steps(p) and p.slots == 3]
+        return [(p, [tall, *(Variant(t, True, panel_stage_steps(p), 3) for t in (1, 4, 5))]) for p in panels]
+    wide_plans = [*single, plan_stream(336, 10240, count)]
+    return [(p, [tall, *(Variant(tiles, True) for tiles in (2, 4, 5))]) for p in dict.fromkeys(wide_plans)]
 
 
 def compile_all(shapes: dict[str, tuple[int, int]], options: argparse.Namespace, device: torch.device) -> None:
     """Fill the cache from several processes; what does not compile is named and left out by its check."""
-    wanted = {
-        (c.plan, c.variant) for n, k in shapes.values() for rows in options.rows for c in candidates(n, k, rows, device)
-    }
+    wanted: set[tuple[StreamPlan, Variant | None]] = set()
+    for n, k in shapes.values():
+        for format_name in options.formats:
+            if format_name in ("mxfp8", "nvfp4") and k % 32:
+                continue
+            for rows in options.rows:
+                found = candidates(n, k, rows, device, format_name, options.quick)
+                wanted |= {(c.plan, c.variant) for c in found}
     for family in FAMILIES:
-        wanted |= {(plan, variant) for plan, variants in checked_plans(family, device) for variant in variants}
+        wanted |= {(p, v) for p, variants in checked_plans(family, options.quick, device) for v in variants}
+    for format_name in options.formats:
+        wanted.add((dense_plan(format_name, device), None))
     arch = device_arch(device)
     jobs = [(plan, variant, arch, options.cache_dir) for plan, variant in sorted(wanted, key=str)]
     spawn = multiprocessing.get_context("spawn")  # a forked child would share the CUDA context
@@ -245,13 +391,14 @@ def compile_all(shapes: dict[str, tuple[int, int]], options: argparse.Namespace,
         say(failure[:1500])
 
 
-def build(job: tuple[StreamPlan, Variant, str, Path]) -> str | None:
-    """Compile one kernel into the cache; what went wrong, if anything."""
+def build(job: tuple[StreamPlan, Variant | None, str, Path]) -> str | None:
+    """Compile one kernel into the cache, the dense one without a variant; what went wrong, if anything."""
     plan, variant, arch, cache_dir = job
-    if shared_bytes(plan, variant) > SHARED_LIMIT:
-        return None
     try:
-        compile_cuda("linear.cu", kernel_macros(plan, variant), arch, cache_dir)
+        if variant is None:
+            compile_cuda("stream_dense.cu", dense_macros(plan, (1, plan.n, plan.n)), arch, cache_dir)
+        elif shared_bytes(plan, variant) <= SHARED_LIMIT:
+            compile_cuda("linear.cu", kernel_macros(plan, variant), arch, cache_dir)
     except RuntimeError as error:
         return f"{variant} of {plan}: {error}"
     return None
@@ -260,37 +407,39 @@ def build(job: tuple[StreamPlan, Variant, str, Path]) -> str | None:
 # ---------------------------------------------------------------------- checks
 
 
-def check_all(cache_dir: Path) -> set[str]:
+def check_all(options: argparse.Namespace) -> set[str]:
     """Check the families side by side, each in its own process: a fault or a hang of one leaves the others alone."""
-    command = [sys.executable, "-m", "benchmarks.linear", "--cache-dir", str(cache_dir), "--check"]
+    command = [sys.executable, "-m", "benchmarks.linear", "--cache-dir", str(options.cache_dir)]
+    command += [*(["--quick"] if options.quick else []), "--check"]
     running = {
         family: subprocess.Popen([*command, family], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for family in FAMILIES
     }
     passed: set[str] = set()
-    deadline = time.monotonic() + 90
+    allowed = 45 if options.quick else 150
+    deadline = time.monotonic() + allowed
     for family, process in running.items():
         try:
             output, _ = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
             output, _ = process.communicate()
-            output += "HANGS: no answer in 90 s"
+            output += f"\ncheck {family}: HANGS, no answer in {allowed} s"
         if process.returncode == 0:
             passed.add(family)
         say("\n".join(output.strip().splitlines()[-12:]))
     return passed
 
 
-def check_family(family: str, cache_dir: Path, device: torch.device) -> int:
+def check_family(family: str, options: argparse.Namespace, device: torch.device) -> int:
     """Exit status 0 if every kernel of the family is right."""
     begin = time.perf_counter()
     errors: list[str] = []
     worst, count = 0.0, 0
-    for plan, variants in checked_plans(family, device):
+    for plan, variants in checked_plans(family, options.quick, device):
         fitting = [v for v in variants if shared_bytes(plan, v) <= SHARED_LIMIT]
         try:
-            error, found = check_plan(plan, fitting, cache_dir, device)
+            error, found = check_plan(plan, fitting, options, device)
         except RuntimeError as exception:
             say(f"check {family}: CRASHED at {plan}: {exception}")
             return 1
@@ -304,17 +453,20 @@ def check_family(family: str, cache_dir: Path, device: torch.device) -> int:
     return int(bool(errors))
 
 
-def check_plan(plan: StreamPlan, variants: list[Variant], cache: Path, device: torch.device) -> tuple[float, list[str]]:
+def check_plan(
+    plan: StreamPlan, variants: list[Variant], options: argparse.Namespace, device: torch.device
+) -> tuple[float, list[str]]:
     """Largest relative error of a plan's kernels and what is wrong with them, in words."""
     n, k = plan.n, plan.k
     make = torch.Generator(device).manual_seed(n + k)
-    w = (torch.randn(n, k, generator=make, device=device) / k**0.5).to(torch.bfloat16)
     x = torch.randn(MAX_ROWS, k, generator=make, device=device).to(torch.bfloat16)
-    weight = StreamedWeight(plan, pack_tape(w, plan), cache)
-    exact = torch.cat([x.double() @ part.double().T for part in w.split(32768)], 1)
+    stored = random_matrix(n, k, plan.format, device)
+    weight = streamed(stored, plan, options.cache_dir)
+    exact = torch.cat([x.double() @ part.double().T for part in stored.dequantize().split(32768)], 1)
     torch.cuda.synchronize()
-    # bf16 rounds by at most 2**-8 of the value; float32 sums add K 2**-24 of the sum of magnitudes, below sqrt(K) here
-    bound = exact.abs() * 2**-8 + k**1.5 * 2**-24
+    # bf16 rounds by at most 2**-8 of the value; float32 sums and two scalings add (K + 4) 2**-24 of the sum of
+    # magnitudes, below sqrt(K) here
+    bound = exact.abs() * 2**-8 + (k + 4) * k**0.5 * 2**-24
     held = torch.empty((96, k + 8), dtype=torch.bfloat16, device=device)  # rows and columns past the input
     out = torch.empty((96, n + 3), dtype=torch.bfloat16, device=device)
     reference: Tensor | None = None
@@ -353,6 +505,17 @@ def check_plan(plan: StreamPlan, variants: list[Variant], cache: Path, device: t
     return worst, errors
 
 
+def random_matrix(n: int, k: int, format_name: str, device: torch.device) -> PackedWeight:
+    """Weights of a layer's size."""
+    make = torch.Generator(device).manual_seed(n + k)
+    return quantize(torch.randn(n, k, generator=make, device=device) / k**0.5, format_name)
+
+
+def streamed(stored: PackedWeight, plan: StreamPlan, cache_dir: Path) -> StreamedWeight:
+    """The matrix in the order of a plan."""
+    return StreamedWeight(plan, pack_tape(stored, plan), cache_dir, outer_scales(stored))
+
+
 def check_graph(weight: StreamedWeight, variant: Variant, x: Tensor, device: torch.device) -> list[str]:
     """Eager without early start, eager with it and replayed graph agree while the input changes just before."""
     plan, rows = weight.plan, min(4, variant.max_rows)
@@ -362,7 +525,7 @@ def check_graph(weight: StreamedWeight, variant: Variant, x: Tensor, device: tor
     wanted: list[Tensor] = []
     for i in range(6):
         out = torch.empty_like(outs[0])
-        late(pack_arguments(weight.tape, x[4 * i : 4 * i + rows], out))
+        late(pack_arguments(weight.tape, x[4 * i : 4 * i + rows], out, weight.scales))
         wanted.append(out)
 
     def run() -> None:
@@ -397,7 +560,7 @@ def check_chain(weight: StreamedWeight, variant: Variant, x: Tensor, device: tor
     def run(launch: Callable[[bytes], None]) -> None:
         y = x
         for out in outs:
-            launch(pack_arguments(weight.tape, y, out))
+            launch(pack_arguments(weight.tape, y, out, weight.scales))
             y = out[:, : plan.k]
 
     run(late)
@@ -455,37 +618,60 @@ def read_bandwidth(device: torch.device) -> float:
     return data.numel() * 4 / (min(medians_us(graphs, 1, 5).values()) * 1e-6)
 
 
-def time_shape(
-    name: str, n: int, k: int, passed: set[str], options: argparse.Namespace, device: torch.device
-) -> list[dict[str, object]]:
-    """One table row for each row count and kernel."""
-    weight_bytes = 2 * n * k
-    calls = min(256, max(2, math.ceil(ROTATED_BYTES / weight_bytes)))
-    most = max(p.tape_bytes for p in plans(n, k, device).values())
-    store = torch.empty((calls, most // 2), dtype=torch.bfloat16, device=device)
+def time_library(n: int, k: int, options: argparse.Namespace, device: torch.device) -> dict[int, float]:
+    """us of cuBLAS on the bf16 matrix for each row count."""
+    calls = min(256, max(2, math.ceil(ROTATED_BYTES / (2 * n * k))))
+    store = torch.empty((calls, n, k), dtype=torch.bfloat16, device=device)
     for part in store:
         part.normal_(std=k**-0.5)
-    library = [part[: n * k].view(n, k) for part in store]
+    found: dict[int, float] = {}
+    for rows in options.rows:
+        x = torch.randn(rows, k, device=device).to(torch.bfloat16)
+        out = torch.empty((rows, n), dtype=torch.bfloat16, device=device)
+        torch.mm(x, store[0].T, out=out)
+        torch.cuda.synchronize()
+
+        def run(x: Tensor = x, out: Tensor = out) -> None:
+            for w in store:
+                torch.mm(x, w.T, out=out)
+
+        found[rows] = medians_us({"cuBLAS": capture(run)}, calls, options.rounds)["cuBLAS"]
+    return found
+
+
+def time_shape(
+    name: str,
+    n: int,
+    k: int,
+    format_name: str,
+    library: dict[int, float],
+    passed: set[str],
+    options: argparse.Namespace,
+    device: torch.device,
+) -> list[dict[str, object]]:
+    """One table row for each row count and kernel."""
+    weight_bytes = stored_bytes(format_name, n, k)
+    calls = min(256, max(2, math.ceil(ROTATED_BYTES / weight_bytes)))
+    stored = random_matrix(n, k, format_name, device)
+    scales = outer_scales(stored)
+    stores: dict[StreamPlan, Tensor] = {}
+    for plan in plans(n, k, device, format_name, options.quick).values():
+        stores[plan] = pack_tape(stored, plan).repeat(calls, 1)
+    del stored
     floor_us = weight_bytes / options.bandwidth * 1e6
     table: list[dict[str, object]] = []
     for rows in options.rows:
         x = torch.randn(rows, k, device=device).to(torch.bfloat16)
         out = torch.empty((rows, n), dtype=torch.bfloat16, device=device)
-        torch.mm(x, library[0].T, out=out)
-        torch.cuda.synchronize()
-
-        def run_library(x: Tensor = x, out: Tensor = out) -> None:
-            for w in library:
-                torch.mm(x, w.T, out=out)
-
-        graphs = {"cuBLAS": capture(run_library)}
-        chosen = [c for c in candidates(n, k, rows, device) if c.family in passed]
-        for candidate in chosen:
+        graphs: dict[str, torch.cuda.CUDAGraph] = {}
+        for candidate in candidates(n, k, rows, device, format_name, options.quick):
+            if candidate.family not in passed:
+                continue
             launch = launch_for(candidate.plan, candidate.variant, device, options.cache_dir, candidate.dependent)
             step = candidate.variant.max_rows
             arguments = [
-                pack_arguments(part, x[first : first + step], out[first : first + step])
-                for part in store
+                pack_arguments(part, x[first : first + step], out[first : first + step], scales)
+                for part in stores[candidate.plan]
                 for first in range(0, rows, step)
             ]
 
@@ -494,12 +680,16 @@ def time_shape(
                     launch(packed)
 
             run_ours()
+            torch.cuda.synchronize()
             graphs[candidate.name] = capture(run_ours)
-        times = medians_us(graphs, calls, options.rounds)
+        times = medians_us(graphs, calls, options.rounds) if graphs else {}
+        if rows in library:
+            times["cuBLAS"] = library[rows]
         for key, us in times.items():
             table.append(
                 {
                     "shape": name,
+                    "format": format_name,
                     "n": n,
                     "k": k,
                     "rows": rows,
@@ -507,106 +697,158 @@ def time_shape(
                     "us": round(us, 2),
                     "floor_us": round(floor_us, 2),
                     "fraction": round(floor_us / us, 3),
-                    "over_cublas": round(times["cuBLAS"] / us, 3),
                 }
             )
-    del store
-    torch.cuda.empty_cache()
     return table
 
 
+def dense_plan(format_name: str, device: torch.device) -> StreamPlan:
+    """The plan whose way back to bf16 is timed."""
+    count = torch.cuda.get_device_properties(device).multi_processor_count
+    return plan_stream(*SHAPES["gdn_in"], count, format_name=format_name)
+
+
+def time_dense(options: argparse.Namespace, device: torch.device) -> dict[str, float]:
+    """Bytes read and written a second while gdn_in becomes bf16 again, by format."""
+    found: dict[str, float] = {}
+    n, k = SHAPES["gdn_in"]
+    for format_name in options.formats:
+        plan, stored = dense_plan(format_name, device), random_matrix(n, k, format_name, device)
+        weight = streamed(stored, plan, options.cache_dir)
+        wanted = stored.dequantize().to(torch.bfloat16)
+        if not torch.equal(weight.dense(), wanted):
+            raise RuntimeError(f"dense {format_name} differs from the decoded matrix")
+        launch = dense_launch(plan, (1, n, n), device, options.cache_dir)
+        tapes = weight.tape.repeat(8, 1)
+        outs = torch.empty((len(tapes), n, k), dtype=torch.bfloat16, device=device)
+        arguments = [dense_arguments(t, weight.scales, out) for t, out in zip(tapes, outs, strict=True)]
+
+        def run(launch: Callable[[bytes], None] = launch, arguments: list[bytes] = arguments) -> None:
+            for packed in arguments:
+                launch(packed)
+
+        us = medians_us({"dense": capture(run)}, len(tapes), options.rounds)["dense"]
+        found[format_name] = (plan.tape_bytes + 2 * n * k) / us * 1e6
+        say(f"dense gdn_in {format_name:12} {us:8.2f} us, {found[format_name] / 1e12:.2f} TB/s read and written")
+    return found
+
+
 def best_plans(table: list[dict[str, object]]) -> dict[str, str]:
-    """The plan of each shape with the best geometric mean over up to 16 rows: one plan must serve every row count."""
+    """Of each shape and format: the plan with the best geometric mean over up to 16 rows, since one plan must serve
+    every row count, and the fastest kernel above; "=" where that is the default or within 2 % of it.
+    """
     best: dict[str, str] = {}
-    for shape in dict.fromkeys(str(r["shape"]) for r in table):
-        scores: dict[str, list[float]] = {}
-        for r in table:
-            if r["shape"] == shape and int(str(r["rows"])) <= 16 and r["kernel"] not in ("cuBLAS", "default, no PDL"):
-                scores.setdefault(str(r["kernel"]), []).append(math.log(float(str(r["us"]))))
-        whole = {name: sum(v) / len(v) for name, v in scores.items() if not name.startswith("panel")}
-        if whole:
-            best[shape] = min(whole, key=lambda name: whole[name])
+    for shape, form in dict.fromkeys((str(r["shape"]), str(r["format"])) for r in table):
+        mine = [r for r in table if (r["shape"], r["format"]) == (shape, form) and r["kernel"] != "cuBLAS"]
+        rows_seen = sorted({int(str(r["rows"])) for r in mine})
+        few = [rows for rows in rows_seen if rows <= 16]
+        for label, counts in [("up to 16 rows", few), *((f"{rows} rows", [rows]) for rows in rows_seen if rows > 8)]:
+            scores: dict[str, list[float]] = {}
+            for r in mine:
+                if r["rows"] in counts and r["kernel"] != "default, no PDL":
+                    scores.setdefault(str(r["kernel"]), []).append(math.log(float(str(r["us"]))))
+            whole = {name: sum(v) / len(v) for name, v in scores.items() if len(v) == len(counts)}
+            if not counts or not whole:
+                continue
+            first = min(whole, key=lambda name: whole[name])
+            gain = math.exp(whole.get("default", whole[first]) - whole[first])
+            best[f"{shape} {form} {label}"] = "=" if gain < 1.02 else f"{first} ({gain:.2f}x the default's speed)"
     return best
 
 
 def time_chain(
-    best: dict[str, str], passed: set[str], options: argparse.Namespace, device: torch.device
+    best: dict[str, str], format_name: str, passed: set[str], options: argparse.Namespace, device: torch.device
 ) -> dict[str, dict[str, float]]:
-    """The dense chain of a step, each product reading the one before: ms by row count, default and best plans."""
-    layer = ["hc_down", "hc_up", "gdn_in", "out", "hc_down", "hc_up", "router_gate_up", "shared_down"]
+    """The dense chain of a step in one format, each product reading the one before: ms by row count."""
+    layer = ["hc_down", "hc_up", "gdn_in", "out", "hc_down", "hc_up", "router_shared", "shared_down"]
     names = [("qsa_in" if i % 4 == 3 and name == "gdn_in" else name) for i in range(48) for name in layer]
-    used = {name: plans(*SHAPES[name], device) for name in dict.fromkeys(names)}
-    sizes = {name: max(p.tape_bytes for p in found.values()) // 2 for name, found in used.items()}
-    store = torch.empty(sum(sizes[name] for name in names), dtype=torch.bfloat16, device=device).normal_(std=0.02)
+    used = {name: plans(*SHAPES[name], device, format_name, options.quick) for name in dict.fromkeys(names)}
+    chosen: dict[str, dict[str, StreamPlan]] = {"default": {name: found["default"] for name, found in used.items()}}
+    chosen["best"] = {}
+    for name, found in used.items():
+        label = best.get(f"{name} {format_name} up to 16 rows", "=").split(" (")[0]
+        chosen["best"][name] = found.get(label, found["default"])
+    sizes = {name: max(p.tape_bytes for p in found.values()) for name, found in used.items()}
+    store = torch.empty(sum(sizes[name] for name in names), dtype=torch.uint8, device=device)
     parts = store.split([sizes[name] for name in names])
-    floor_ms = sum(2 * math.prod(SHAPES[name]) for name in names) / options.bandwidth * 1e3
+    scales: dict[str, Tensor | None] = {}
+    for name in used:  # finite values everywhere: the same matrix in all layers, in memory of their own
+        stored = random_matrix(*SHAPES[name], format_name, device)
+        scales[name] = outer_scales(stored)
+        tape = pack_tape(stored, chosen["default"][name])
+        for other, part in zip(names, parts, strict=True):
+            if other == name:
+                part[: tape.numel()].copy_(tape)
+    floor_ms = sum(stored_bytes(format_name, *SHAPES[name]) for name in names) / options.bandwidth * 1e3
     wide = max(n for name, (n, _) in SHAPES.items() if name in used)
-    found: dict[str, dict[str, float]] = {"floor_ms": {"": round(floor_ms, 3)}}
-    say(f"dense chain of 48 layers, {len(names)} products, floor {floor_ms:.3f} ms")
-    for rows in [r for r in options.rows if r <= 16]:
+    result: dict[str, dict[str, float]] = {f"{format_name} floor_ms": {"": round(floor_ms, 3)}}
+    say(f"dense chain of 48 layers in {format_name}, {len(names)} products, floor {floor_ms:.3f} ms")
+    for rows in options.rows:
         buffers = [torch.randn(rows, wide, device=device).to(torch.bfloat16) for _ in range(2)]
+        graphs: dict[str, torch.cuda.CUDAGraph] = {}
+        if format_name == "bf16":
 
-        def run_library(buffers: list[Tensor] = buffers, rows: int = rows) -> None:
-            for i, (name, part) in enumerate(zip(names, parts, strict=True)):
-                n, k = SHAPES[name]
-                y = F.linear(buffers[i % 2][:, :k], part[: n * k].view(n, k))
-                if i == len(names) - 1:
-                    buffers[1 - i % 2][:, :n].copy_(y)
+            def run_library(buffers: list[Tensor] = buffers) -> None:
+                for i, (name, part) in enumerate(zip(names, parts, strict=True)):
+                    n, k = SHAPES[name]
+                    y = F.linear(buffers[i % 2][:, :k], part[: 2 * n * k].view(torch.bfloat16).view(n, k))
+                    if i == len(names) - 1:
+                        buffers[1 - i % 2][:, :n].copy_(y)
 
-        graphs = {"cuBLAS": capture(run_library)}
-        for label, chosen in (("default", dict.fromkeys(used, "default")), ("best", best)):
+            run_library()
+            torch.cuda.synchronize()
+            graphs["cuBLAS"] = capture(run_library)
+        for label, plans_of in chosen.items():
             for dependent in (True, False):
                 calls: list[tuple[Callable[[bytes], None], bytes]] = []
                 for i, (name, part) in enumerate(zip(names, parts, strict=True)):
                     n, k = SHAPES[name]
-                    plan = used[name].get(chosen.get(name, "default"), used[name]["default"])
+                    plan = plans_of[name]
                     variant = choose_variant(plan, rows)
                     if family_of(plan, variant) not in passed:
                         break
                     launch = launch_for(plan, variant, device, options.cache_dir, dependent)
-                    calls.append((launch, pack_arguments(part, buffers[i % 2][:, :k], buffers[1 - i % 2][:, :n])))
+                    x, out = buffers[i % 2][:, :k], buffers[1 - i % 2][:, :n]
+                    for first in range(0, rows, variant.max_rows):
+                        few = slice(first, first + variant.max_rows)
+                        calls.append((launch, pack_arguments(part, x[few], out[few], scales[name])))
+                else:
 
-                def run_ours(calls: list[tuple[Callable[[bytes], None], bytes]] = calls) -> None:
-                    for launch, packed in calls:
-                        launch(packed)
+                    def run_ours(calls: list[tuple[Callable[[bytes], None], bytes]] = calls) -> None:
+                        for launch, packed in calls:
+                            launch(packed)
 
-                if len(calls) == len(names):
+                    run_ours()
+                    torch.cuda.synchronize()
                     graphs[f"{label}{'' if dependent else ', no PDL'}"] = capture(run_ours)
         times = {name: us / 1e3 for name, us in medians_us(graphs, 1, options.rounds).items()}
-        found[str(rows)] = {name: round(ms, 3) for name, ms in times.items()}
+        result[f"{format_name} {rows}"] = {name: round(ms, 3) for name, ms in times.items()}
         say(f"  {rows:2d} rows: " + ", ".join(f"{k} {v:.3f} ms ({floor_ms / v:.0%})" for k, v in times.items()))
-    return found
+    return result
 
 
-def report(table: list[dict[str, object]], best: dict[str, str]) -> None:
-    """The table a person reads: for each shape and row count cuBLAS, the default and the fastest kernel."""
-    say("\nall kernels, us")
-    for shape in dict.fromkeys(str(r["shape"]) for r in table):
-        rows_seen = list(dict.fromkeys(int(str(r["rows"])) for r in table if r["shape"] == shape))
-        for kernel in dict.fromkeys(str(r["kernel"]) for r in table if r["shape"] == shape):
-            cells = {r["rows"]: float(str(r["us"])) for r in table if r["shape"] == shape and r["kernel"] == kernel}
-            text = " ".join(f"{rows}:{cells[rows]:8.2f}" if rows in cells else f"{rows}:{'-':>8}" for rows in rows_seen)
-            say(f"  {shape:15} {kernel:18} {text}")
-    say(f"\n{'shape':15} {'M':>3} {'floor':>7} {'cuBLAS':>7} {'default':>8} {'of floor':>8} {'x cuBLAS':>8}   fastest")
-    for shape in dict.fromkeys(str(r["shape"]) for r in table):
-        for rows in dict.fromkeys(int(str(r["rows"])) for r in table if r["shape"] == shape):
-            here = {str(r["kernel"]): float(str(r["us"])) for r in table if r["shape"] == shape and r["rows"] == rows}
-            floor = next(float(str(r["floor_us"])) for r in table if r["shape"] == shape)
-            ours = here.get("default")
-            rivals = {name: us for name, us in here.items() if name != "cuBLAS"}
-            fastest = min(rivals, key=lambda name: rivals[name]) if rivals else "none"
-            if ours is None:
-                say(f"{shape:15} {rows:3d} {floor:7.2f} {here['cuBLAS']:7.2f}        -")
-                continue
-            notes = [] if rows > 16 or ours <= here["cuBLAS"] else ["SLOWER THAN cuBLAS"]
-            if rows <= 4 and floor / ours < TARGETS.get(shape, 0):
-                notes.append(f"BELOW TARGET {TARGETS[shape]:.0%}")
-            say(
-                f"{shape:15} {rows:3d} {floor:7.2f} {here['cuBLAS']:7.2f} {ours:8.2f} {floor / ours:8.0%} "
-                f"{here['cuBLAS'] / ours:8.2f}   {fastest} {rivals[fastest]:.2f}  {' '.join(notes)}"
-            )
-    for shape, name in best.items():
-        say(f"best plan {shape}: {name}")
+def report(table: list[dict[str, object]]) -> None:
+    """The rows of one shape in one format: all kernels, then the default beside the floor and cuBLAS."""
+    if not table:
+        return
+    shape, form, floor = str(table[0]["shape"]), str(table[0]["format"]), float(str(table[0]["floor_us"]))
+    rows_seen = list(dict.fromkeys(int(str(r["rows"])) for r in table))
+    us = {(str(r["kernel"]), int(str(r["rows"]))): float(str(r["us"])) for r in table}
+    say(f"\n{shape} {form} {table[0]['n']} x {table[0]['k']}, floor {floor:.2f} us")
+    for kernel in dict.fromkeys(kernel for kernel, _ in us):
+        cells = (f"{us[kernel, rows]:9.2f}" if (kernel, rows) in us else f"{'-':>9}" for rows in rows_seen)
+        say(f"  {kernel:22}" + "".join(f" M={rows}{cell}" for rows, cell in zip(rows_seen, cells, strict=True)))
+    shares: list[str] = []
+    for rows in rows_seen:
+        ours = us.get(("default", rows))
+        if ours is None:
+            shares.append(f"M={rows} not timed")
+            continue
+        target = MANY_ROWS_TARGET if rows > 16 else TARGETS.get((form, shape), 0.0) if rows <= 4 else 0.0
+        beside = f", {us['cuBLAS', rows] / ours:.2f}x cuBLAS" if ("cuBLAS", rows) in us else ""
+        missed = f" BELOW {target:.0%}" if floor / ours < target else ""
+        shares.append(f"M={rows} {floor / ours:.0%}{beside}{missed}")
+    say("  default: " + "; ".join(shares))
 
 
 def say(text: str) -> None:

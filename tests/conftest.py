@@ -3,13 +3,19 @@
 Tests marked slow draw new examples in every run (`derandomize=False`).
 """
 
+import os
+
 import torch
-import triton
 from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)
-# before any kernel is defined: without a GPU, the interpreter runs Triton kernels on the CPU
-triton.knobs.runtime.interpret = not torch.cuda.is_available()
+# Without a GPU, the interpreter runs Triton kernels on the CPU. Said before Triton is imported: its own functions, such
+# as tl.sum, are kernels too, and it reads this when it defines them.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # noqa: TID251
+    from tests.interpreter import mend
+
+    mend()
 
 settings.register_profile(
     "stepfloor",

@@ -228,8 +228,9 @@ def poison(engine: Engine) -> None:
         step.state.history,
     ):
         tensor.random_(0, 90, generator=torch.Generator().manual_seed(0))
-    if step.log_q is not None:
-        step.log_q.fill_(torch.nan)
+    if step.sampler.proposals is not None:
+        step.sampler.proposals.logits.fill_(torch.nan)
+        step.sampler.proposals.scale.fill_(torch.nan)
 
 
 @pytest.mark.parametrize("k", [0, 3])

@@ -11,6 +11,7 @@ from stepfloor.errors import UserError
 
 if TYPE_CHECKING:
     from stepfloor.weights.checkpoint import Checkpoint
+    from stepfloor.weights.sources import Hub
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 convert = typer.Typer(no_args_is_help=True, help="Make checkpoints.")
@@ -19,6 +20,10 @@ bench = typer.Typer(no_args_is_help=True, help="Measure, with the floor beside e
 app.add_typer(bench, name="bench")
 
 Model = Annotated[str, typer.Argument(help="A checkpoint directory or a Hugging Face id (owner/name).")]
+AnyModel = Annotated[
+    str,
+    typer.Argument(help="A directory, a Hugging Face id (only headers are fetched), or qwen3.8-flash-next:FORMAT."),
+]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or snapshot of a Hugging Face id.")]
 Download = Annotated[bool, typer.Option("--download", help="Fetch the id even if the cache has another owner's.")]
 
@@ -30,7 +35,7 @@ def stepfloor() -> None:
 
 @app.command()
 def inspect(
-    model: Model,
+    model: AnyModel,
     revision: Revision = None,
     download: Download = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -38,7 +43,91 @@ def inspect(
     """Show what a checkpoint holds: bytes by category and format, table geometry, contradictions."""
     from stepfloor.tools.inspect import show
 
-    show(_open(model, revision, download), as_json=json)
+    show(_open_headers(model, revision, download), as_json=json)
+
+
+@app.command()
+def floor(
+    model: Annotated[
+        str | None, typer.Argument(help="As for inspect; without one, the NVFP4 release's layout.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="GB10, 5090, pro-6000, H200, ...; list shows the table.")] = "GB10",
+    bandwidth: Annotated[float | None, typer.Option(help="Measured GB/s; wins over the table.")] = None,
+    tensor_parallel_size: Annotated[int, typer.Option(help="Devices that share each layer.")] = 1,
+    enable_expert_parallel: Annotated[
+        bool, typer.Option("--enable-expert-parallel", help="Whole experts on each device.")
+    ] = False,
+    spec_tokens: Annotated[int | None, typer.Option(help="Drafts a step; 3 where there is a drafter.")] = None,
+    sequences: Annotated[int, typer.Option(help="Sequences that decode together.")] = 1,
+    context: Annotated[int, typer.Option(help="Tokens each sequence holds.")] = 0,
+    acceptance_length: Annotated[float | None, typer.Option(help="Mean tokens a step delivers, if known.")] = None,
+    acceptance: Annotated[
+        str | None, typer.Option(help="Share of steps that accept each draft: 0.8,0.6,0.4. Finds the best k.")
+    ] = None,
+    what_if: Annotated[
+        str, typer.Option(help="dense=fp8,head=mxfp8,draft_head=nvfp4,mtp_experts=fp8,draft_vocab=32768, ...")
+    ] = "",
+    distinct_experts: Annotated[
+        str | None, typer.Option(help="Measured overlap, TOKENS=EXPERTS a layer: 4=32.5. Without it, uniform.")
+    ] = None,
+    kv_cache_dtype: Annotated[str, typer.Option(help="bf16 or fp8.")] = "bf16",
+    link: Annotated[str | None, typer.Option(help="roce, pcie or nvlink, between devices.")] = None,
+    collective_us: Annotated[float | None, typer.Option(help="Measured latency of one small exchange.")] = None,
+    memory: Annotated[bool, typer.Option("--memory", help="Plan the memory as well.")] = False,
+    max_num_seqs: Annotated[int | None, typer.Option(help="For --memory; as many as --sequences.")] = None,
+    max_model_len: Annotated[int, typer.Option(help="For --memory: tokens of the longest sequence.")] = 32_768,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="For --memory: longest prompt chunk.")] = 2048,
+    block_size: Annotated[int, typer.Option(help="For --memory: tokens of a page.")] = 64,
+    ngram_table: Annotated[str, typer.Option(help="For --memory: gpu, pinned, mmap or direct.")] = "gpu",
+    state_copies: Annotated[int, typer.Option(help="For --memory: states kept for prefix reuse.")] = 0,
+    available_gib: Annotated[float | None, typer.Option(help="For --memory: what the device really has free.")] = None,
+    host_gib: Annotated[float, typer.Option(help="For --memory: the host's available memory.")] = 64.0,
+    shapes: Annotated[bool, typer.Option("--shapes", help="List the matrix products and the floor of each.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw the bytes into this SVG file.")] = None,
+    revision: Revision = None,
+) -> None:
+    """Say what a decode step must read and the least time it takes, what would lessen it, and what fits."""
+    from stepfloor.tools.floor.report import ask
+    from stepfloor.tools.floor.report import memory as plan
+    from stepfloor.tools.floor.show import show, show_devices
+
+    if device == "list":
+        show_devices(as_json=json)
+        return
+    checkpoint = _open_headers(model or "qwen3.8-flash-next:nvfp4", revision)
+    question = ask(
+        checkpoint.config,
+        device,
+        bandwidth=bandwidth,
+        tensor_parallel_size=tensor_parallel_size,
+        expert_parallel=enable_expert_parallel,
+        spec_tokens=spec_tokens,
+        sequences=sequences,
+        context=context,
+        acceptance=acceptance,
+        acceptance_length=acceptance_length,
+        what_if=what_if,
+        distinct_experts=distinct_experts,
+        kv_cache_dtype=kv_cache_dtype,
+        link=link,
+        collective_us=collective_us,
+    )
+    planned = None
+    if memory:
+        planned = plan(
+            checkpoint,
+            question,
+            max_num_seqs=max_num_seqs or sequences,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=max_num_batched_tokens,
+            block_size=block_size,
+            table=ngram_table,
+            available_gib=available_gib,
+            host_gib=host_gib,
+            state_copies=state_copies,
+        )
+    show(checkpoint, question, planned, as_json=json, plot=plot, shapes=shapes)
 
 
 @app.command()
@@ -281,9 +370,7 @@ def bench_step(
     model: Annotated[
         str | None, typer.Argument(help="A checkpoint to load; without one, random weights at full size.")
     ] = None,
-    mix: Annotated[
-        str, typer.Option("--format", help="Of random weights: a, b, b', c or c' as `stepfloor floor` calls them.")
-    ] = ("a"),
+    mix: Annotated[str, typer.Option("--format", help="Formats of random weights: a, b, b', c or c'.")] = ("a"),
     config: Annotated[Path | None, typer.Option(help="config.json of the random model; without it, full size.")] = None,
     sequences: Annotated[str, typer.Option(help="Decoding together; a list is 1,4,16.")] = "1,4,16",
     spec_tokens: Annotated[str, typer.Option(help="Drafts a step; a list is 0,3.")] = "0,3",
@@ -340,6 +427,109 @@ def _integers(text: str, option: str, least: int) -> tuple[int, ...]:
     return values
 
 
+Source = Annotated[str, typer.Argument(help="A checkpoint directory, or an id that is in the Hugging Face cache.")]
+Result = Annotated[
+    str, typer.Argument(help="owner/name for the Hugging Face cache, or a path that begins with ./ or /.")
+]
+Leave = Annotated[str, typer.Option(help="Groups that stay as they are: gdn,qsa,hc,shared,head,experts,input.")]
+StockVllm = Annotated[
+    bool,
+    typer.Option("--stock-vllm", help="Leave hc, head and qsa, which stock vLLM 0.33 reads as bf16 only."),
+]
+Jobs = Annotated[int | None, typer.Option(min=1, help="Threads; all cores without it, at most 16.")]
+
+
+@convert.command("fp8-dense")
+def convert_fp8_dense(
+    src: Source,
+    dst: Result,
+    leave: Leave = "",
+    stock_vllm: StockVllm = False,
+    jobs: Jobs = None,
+    revision: Revision = None,
+) -> None:
+    """Dense matrices and the head in FP8, one scale an output row: a step of three drafts reads 6.1 GB less."""
+    _convert("fp8-dense", src, dst, leave, stock_vllm, jobs, revision)
+
+
+@convert.command("mtp-fp8")
+def convert_mtp_fp8(
+    src: Source,
+    dst: Result,
+    leave: Leave = "",
+    stock_vllm: StockVllm = False,
+    jobs: Jobs = None,
+    revision: Revision = None,
+) -> None:
+    """The drafter in FP8: experts in blocks of 128, dense matrices one scale a row. The text stays what it is."""
+    _convert("mtp-fp8", src, dst, leave, stock_vllm, jobs, revision)
+
+
+@convert.command("head-mxfp8")
+def convert_head_mxfp8(src: Source, dst: Result, jobs: Jobs = None, revision: Revision = None) -> None:
+    """The head in MXFP8, which target and drafter read once a pass."""
+    _convert("head-mxfp8", src, dst, "", False, jobs, revision)
+
+
+@convert.command("draft-head-nvfp4")
+def convert_draft_head_nvfp4(src: Source, dst: Result, jobs: Jobs = None, revision: Revision = None) -> None:
+    """A head in NVFP4 for the drafter alone (mtp.lm_head); the text stays what it is."""
+    _convert("draft-head-nvfp4", src, dst, "", False, jobs, revision)
+
+
+@convert.command("ple-nvfp4")
+def convert_ple_nvfp4(src: Source, dst: Result, jobs: Jobs = None, revision: Revision = None) -> None:
+    """The n-gram table in NVFP4 rows of 90 bytes: 26.8 GiB in place of 47.7."""
+    _convert("ple-nvfp4", src, dst, "", False, jobs, revision)
+
+
+@convert.command("verify")
+def convert_verify(
+    dst: Annotated[str, typer.Argument(help="A converted checkpoint: a directory, or an id in the cache.")],
+    source: Annotated[
+        str | None, typer.Option(help="What it was made from; without it, looked for in the Hugging Face cache.")
+    ] = None,
+    jobs: Jobs = None,
+    revision: Revision = None,
+) -> None:
+    """Compare a converted checkpoint with its source byte by byte, and measure its errors; 1 on any finding."""
+    from stepfloor.tools.requantize.verify import source_in_cache, verify_with_progress
+    from stepfloor.weights.checkpoint import open_checkpoint
+
+    directory = _local(dst, revision)
+    origin = _local(source, None) if source is not None else source_in_cache(directory, _hub().cache)
+    if not verify_with_progress(directory, None if origin is None else open_checkpoint(origin), jobs):
+        raise typer.Exit(1)
+
+
+def _convert(
+    kind: str, src: str, dst: str, leave: str, stock_vllm: bool, jobs: int | None, revision: str | None
+) -> None:
+    """Plan a conversion of what is on this disk, carry it out, and say what a reader may stumble over."""
+    from stepfloor.tools.requantize.convert import convert_with_progress, destination
+    from stepfloor.weights.checkpoint import open_checkpoint
+    from stepfloor.weights.conversions import STOCK_VLLM_LEAVES, plan_conversion
+
+    groups = [group for group in leave.split(",") if group]
+    if stock_vllm:
+        groups += [group for group in STOCK_VLLM_LEAVES if group not in groups]
+    plan = plan_conversion(open_checkpoint(_local(src, revision)), kind, groups)
+    convert_with_progress(plan, destination(dst, _hub().cache, plan), jobs)
+    for note in plan.notes:
+        print(f"note: {note}")
+
+
+def _local(model: str, revision: str | None) -> Path:
+    """The directory of a model that is on this disk. Raises UserError for one that would have to be fetched."""
+    from stepfloor.weights.sources import find_local
+
+    hub = _hub()
+    directory = find_local(model, hub, revision=revision)
+    if directory is None:
+        raise UserError(f"{model} is not whole in {hub.cache}; fetch it first (`hf download {model}`), or pass a path")
+    return directory
+
+
 def _shipped() -> str:
     """The small model inside the package."""
     return str(_package_file(""))
@@ -366,20 +556,42 @@ def _overrides(text: str | None) -> dict[str, Any]:
     return inner
 
 
+def _open_headers(model: str, revision: str | None, download: bool = False) -> "Checkpoint":
+    """What a model consists of, by headers alone: a layout, what is here already, or ranges of the hub's files."""
+    from stepfloor.weights.releases import is_layout, open_layout
+    from stepfloor.weights.sources import find_local
+
+    if is_layout(model):
+        return open_layout(model)
+    hub = _hub()
+    if download or hub.offline or find_local(model, hub, revision=revision) is not None:
+        return _open(model, revision, download)
+    from stepfloor.weights.remote import open_remote
+
+    return open_remote(model, hub, revision=revision)
+
+
+def _hub() -> "Hub":
+    """The hub as the Hugging Face variables of the environment describe it."""
+    from stepfloor.weights.sources import Hub, hub_cache
+
+    env = os.environ
+    return Hub(
+        cache=hub_cache(env.get("HF_HOME"), env.get("HF_HUB_CACHE"), env.get("XDG_CACHE_HOME")),
+        offline=env.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"),
+        token=env.get("HF_TOKEN"),
+        endpoint=env.get("HF_ENDPOINT"),
+    )
+
+
 def _open(
     model: str, revision: str | None = None, download: bool = False, overrides: dict[str, Any] | None = None
 ) -> "Checkpoint":
     """Resolve a model with the Hugging Face variables of the environment, and open it."""
     from stepfloor.weights.checkpoint import open_checkpoint
-    from stepfloor.weights.sources import Hub, hub_cache, resolve_source
+    from stepfloor.weights.sources import resolve_source
 
-    env = os.environ
-    hub = Hub(
-        cache=hub_cache(env.get("HF_HOME"), env.get("HF_HUB_CACHE"), env.get("XDG_CACHE_HOME")),
-        offline=env.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"),
-        token=env.get("HF_TOKEN"),
-    )
-    directory = resolve_source(model, hub, revision=revision, download=download)
+    directory = resolve_source(model, _hub(), revision=revision, download=download)
     return open_checkpoint(directory, hf_overrides=overrides)
 
 

@@ -22,8 +22,10 @@ for case in json.load(sys.stdin):
     constants = case["constants"]
     signature = {n: "constexpr" if n in constants else case["signature"][n] for n in kernel.arg_names}
     names = {n: i for i, n in enumerate(kernel.arg_names)}
-    source = ASTSource(kernel, signature, {(names[n],): v for n, v in constants.items()})
-    made = triton.compile(source, target=GPUTarget("cuda", case["arch"], 32), options={"num_warps": case["num_warps"]})
+    attributes = {(names[n],): [["tt.divisibility", 16]] for n in case["aligned"] if n not in constants}
+    source = ASTSource(kernel, signature, {(names[n],): v for n, v in constants.items()}, attributes)
+    options = {"num_warps": case["num_warps"], "num_stages": case["num_stages"]}
+    made = triton.compile(source, target=GPUTarget("cuda", case["arch"], 32), options=options)
     print(case["name"], len(made.asm["cubin"]))
 """
 
@@ -33,6 +35,7 @@ class Case:
     """One kernel with one choice of types.
 
     signature  Triton's types by argument, such as `*bf16`, `*i64`, `i32`, `fp32`; constants  its constexpr arguments
+    aligned    arguments that are multiples of 16, which decides how wide loads are and whether they can be pipelined
     """
 
     module: str
@@ -41,6 +44,8 @@ class Case:
     constants: Mapping[str, Any]
     num_warps: int = 4
     arch: int = 90
+    num_stages: int = 3
+    aligned: Sequence[str] = ()
 
 
 def assert_compiles(cases: Sequence[Case]) -> None:

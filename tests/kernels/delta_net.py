@@ -5,27 +5,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepfloor.kernels.gdn_decode import gdn_decode
+from stepfloor.kernels.gdn_decode import DeltaConstants, gdn_decode
 from stepfloor.kernels.gdn_prefill import gdn_prefill
 from tests.kernels.source import Recording
-
-CONSTANTS = ("conv_weight", "a_log", "dt_bias", "norm_weight", "key_heads", "key_dim", "eps", "activation")
 
 PARTS = ("qkv", "z", "b", "a")
 
 
-def constants_of(module: Any) -> dict[str, Any]:
-    """Operands of both operators that a layer of the source implies."""
-    return {
-        "conv_weight": module.conv1d.weight.detach().squeeze(1).float(),
-        "a_log": module.A_log.detach().float(),
-        "dt_bias": module.dt_bias.detach().float(),
-        "norm_weight": module.norm.weight.detach(),
-        "key_heads": module.num_k_heads,
-        "key_dim": module.head_k_dim,
-        "eps": module.norm.variance_epsilon,
-        "activation": module.norm.activation,
-    }
+def constants_of(module: Any) -> DeltaConstants:
+    """What a layer of the source implies."""
+    return DeltaConstants(
+        conv_weight=module.conv1d.weight.detach().squeeze(1).float(),
+        a_log=module.A_log.detach().float(),
+        dt_bias=module.dt_bias.detach().float(),
+        norm_weight=module.norm.weight.detach(),
+        key_heads=module.num_k_heads,
+        key_dim=module.head_k_dim,
+        eps=module.norm.variance_epsilon,
+        activation=module.norm.activation,
+    )
 
 
 def projected_rows(recording: Recording, layer: int) -> Tensor:
@@ -45,20 +43,17 @@ def rule_bound(rows: int, key_dim: int, largest: float) -> float:
 class DeltaNet:
     """One layer's slots: prefill a chunk of one, or run a window of several, as the model does."""
 
-    def __init__(self, constants: dict[str, Any], slots: int, rows: int, dtype: torch.dtype) -> None:
+    def __init__(self, constants: DeltaConstants, slots: int, rows: int, dtype: torch.dtype) -> None:
         self.constants = constants
-        channels, taps = constants["conv_weight"].shape
-        heads, value = constants["a_log"].shape[0], constants["norm_weight"].shape[0]
-        self.history = taps - 1
-        self.state = torch.zeros(slots, heads, constants["key_dim"], value)
+        self.history = constants.history
+        self.state = torch.zeros(slots, constants.heads, constants.key_dim, constants.value_dim)
         # poisoned beyond the history: a stray read of a row nobody wrote is loud
-        self.raw_rows = torch.full((slots, self.history + rows, channels), torch.nan, dtype=dtype)
+        self.raw_rows = torch.full((slots, self.history + rows, constants.channels), torch.nan, dtype=dtype)
         self.raw_rows[:, : self.history] = 0
-        self.gate_rows = torch.full((slots, rows, 2 * heads), torch.nan, dtype=dtype)
+        self.gate_rows = torch.full((slots, rows, 2 * constants.heads), torch.nan, dtype=dtype)
 
     def prefill(self, slot: int, projected: Tensor) -> Tensor:
-        history = self.raw_rows[slot, : self.history]
-        return gdn_prefill(projected, self.state[slot], history, **self.constants)
+        return gdn_prefill(projected, self.state, self.raw_rows, torch.tensor([slot]), self.constants)
 
     def window(self, slots: list[int], projected: Tensor, pending: list[int]) -> Tensor:
         return gdn_decode(
@@ -68,5 +63,5 @@ class DeltaNet:
             self.gate_rows,
             torch.tensor(slots),
             torch.tensor(pending),
-            **self.constants,
+            self.constants,
         )

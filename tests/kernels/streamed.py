@@ -5,9 +5,41 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from stepfloor.formats.codec import PackedWeight
+from stepfloor.formats.codec import PackedWeight, quantize
 
 HALF_STEP = 2.0**-8  # bf16 rounds by at most this part of the value
+
+
+def odd_weight(n: int, k: int, name: str, device: str = "cpu") -> PackedWeight:
+    """A matrix whose scales differ from row to row and block to block, with a dead block and every code there is.
+
+    fp8_block gets float32 scales of 24 significant bits, which no bf16 product with a code would hold.
+    """
+    make = torch.Generator(device).manual_seed(n + k)
+    w = torch.randn(n, k, generator=make, device=device) / k**0.5
+    w *= torch.exp2(torch.randint(-6, 1, (n, -(-k // 16)), generator=make, device=device)).repeat_interleave(16, 1)[
+        :, :k
+    ]
+    w[0, :32] = 0
+    weight = quantize(w, name)
+    codes = weight.data.view(torch.uint8)
+    if name.startswith("fp8") or name == "mxfp8":
+        every = torch.tensor([c for c in range(256) if c & 127 != 127], dtype=torch.uint8, device=device)
+        codes[-1, : min(k, 254)] = every[:k]
+        if weight.scale is not None and name == "fp8_block":
+            weight = PackedWeight(name, weight.shape, weight.data, weight.scale.float() * (1 + 2.0**-9 + 2.0**-23))
+    if name == "nvfp4":
+        codes[-1] = torch.arange(k // 2, device=device).to(torch.uint8)
+    return weight
+
+
+def product_bound(x: Tensor, weight: PackedWeight) -> Tensor:
+    """How far a streamed product may be from the exact one.
+
+    One rounding to bf16; float32 sums of K terms and two scalings are off by (K + 4) 2**-24 of the magnitudes.
+    """
+    w = weight.dequantize().double()
+    return (x.double() @ w.T).abs() * HALF_STEP + (x.shape[1] + 4) * 2.0**-24 * (x.double().abs() @ w.abs().T)
 
 
 def down_faults(
@@ -25,7 +57,7 @@ def down_faults(
     # one n of a hundred; those terms move by a step. Otherwise every factor is rounded in another place, by half a step
     # on either side. Errors of terms are independent: eight times the root of their squares is passed once in 1e15.
     # float32 sums add K 2**-24 of the magnitudes.
-    w = weight.data.double()
+    w = weight.dequantize().double()
     terms = (normed.square() @ w.T.square()).sqrt()
     moved = 8 * (0.1 if norm_first else 1.0) * 2 * HALF_STEP * terms
     moved = moved + w.shape[1] * 2.0**-24 * (normed.abs() @ w.T.abs()) + 2 * HALF_STEP * (normed @ w.T).abs()
@@ -41,7 +73,7 @@ def down_faults(
 
 def mix_faults(ours: Tensor, reference: Tensor, low: Tensor, normed: Tensor, weight: PackedWeight) -> list[str]:
     """What is wrong with hc_mix's result: two orders of one float32 sum, then the same roundings."""
-    w, x = weight.data.double(), low.double()
+    w, x = weight.dequantize().double(), low.double()
     logits = x @ w.T
     moved = 2 * HALF_STEP * logits.abs() + w.shape[1] * 2.0**-24 * (x.abs() @ w.T.abs())
     # sigmoid's slope is at most a quarter; a step of the gate and one of its product with n; then the result's

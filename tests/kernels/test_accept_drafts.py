@@ -4,6 +4,7 @@ Statistical tests draw 200,000 windows at once, a seed each, and fail by chance 
 """
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from scipy.stats import chi2, norm
 from torch import Tensor
 
 from stepfloor.kernels._noise import ACCEPT, RESIDUAL, TARGET, gumbel_noise, uniform_noise
-from stepfloor.kernels.accept_drafts import accept_drafts, accept_drafts_inputs
+from stepfloor.kernels.accept_drafts import Proposals, accept_drafts, accept_drafts_inputs
 from stepfloor.kernels.draw_tokens import DRAFT, draw_tokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -43,11 +44,16 @@ def windows(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return drafts, log_q, torch.log(target)
 
 
+def kept(log_q: Tensor) -> Proposals:
+    """Probabilities that are normalised already."""
+    return Proposals(log_q, torch.zeros(*log_q.shape[:2], 2, device=log_q.device))
+
+
 def judge(logits: Tensor, drafts: Tensor, log_q: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     n = drafts.shape[0]
     rows = torch.arange(n)
     return accept_drafts(
-        logits, drafts, log_q, rows, torch.full((n,), 5), torch.full((n,), temperature), torch.arange(n)
+        logits, drafts, kept(log_q), rows, torch.full((n,), 5), torch.full((n,), temperature), torch.arange(n)
     )
 
 
@@ -82,7 +88,7 @@ def test_two_steps_in_a_row_follow_the_target_although_drafting_repeats_its_nois
     again = draw_tokens(log_q[:, 1], rows, torch.full((N,), 6), torch.ones(N), rows, DRAFT)
     assert torch.equal(again, drafts[:, 1])
     second_step, _ = accept_drafts(
-        logits[:, 1:], again[:, None], log_q[:, 1:], rows, torch.full((N,), 6), torch.ones(N), rows
+        logits[:, 1:], again[:, None], kept(log_q[:, 1:]), rows, torch.full((N,), 6), torch.ones(N), rows
     )
     second = torch.where(accepted >= 1, emitted[:, 1], second_step[:, 0])
     check_distribution(emitted[:, 0] * 3 + second, torch.outer(FIRST, SECOND[0]).flatten())
@@ -170,8 +176,10 @@ def test_a_row_that_is_not_finite_ends_the_window_without_a_token(row: int, bad:
     inputs["temperature"][:] = temperature
     best = inputs["logits"].argmax(-1)
     inputs["drafts"][:] = best[:, :2]
-    inputs["log_q"][:] = -math.inf
-    inputs["log_q"].scatter_(2, best[:, :2, None], -20.0)  # p is far above q: random windows accept too
+    log_q = torch.full_like(inputs["proposals"].logits, -math.inf)
+    inputs["proposals"] = kept(
+        log_q.scatter_(2, best[:, :2, None], -20.0)
+    )  # p is far above q: random windows accept too
     good = accept_drafts(**inputs)
     assert good[1].tolist() == [2, 2, 2]
     inputs["logits"][1, row] = bad
@@ -181,9 +189,9 @@ def test_a_row_that_is_not_finite_ends_the_window_without_a_token(row: int, bad:
     assert torch.equal(emitted[[0, 2]], good[0][[0, 2]])
 
 
-def plain_window(inputs: dict[str, Tensor], b: int) -> tuple[list[int], int]:
+def plain_window(inputs: dict[str, Any], b: int) -> tuple[list[int], int]:
     """The rule for one window, a token at a time, in double."""
-    k, v = inputs["log_q"].shape[1:]
+    k, v = inputs["proposals"].logits.shape[1:]
     slot = inputs["slots"][b : b + 1]
     seed, start = inputs["seeds"][slot], inputs["positions"][b : b + 1]
     greedy = inputs["temperature"][slot].item() == 0
@@ -198,7 +206,7 @@ def plain_window(inputs: dict[str, Tensor], b: int) -> tuple[list[int], int]:
                 continue
             return [*emitted, int(p.argmax())], j
         if draft >= 0:
-            q = torch.exp(inputs["log_q"][b, j].double())
+            q = torch.softmax(inputs["proposals"].logits[b, j].double(), dim=-1)
             if p[draft] > uniform_noise(seed, start + j, ACCEPT).double() * q[draft]:
                 emitted.append(draft)
                 continue
@@ -223,7 +231,7 @@ def test_windows_agree_with_plain_python() -> None:
 def test_a_window_does_not_depend_on_the_batch(b: int, vocab_size: int) -> None:
     inputs = accept_drafts_inputs(b, 2, vocab_size, DEVICE)
     emitted, accepted = accept_drafts(**inputs)
-    per_window = ("logits", "drafts", "log_q", "slots", "positions")
+    per_window = ("logits", "drafts", "slots", "positions")
     for i in range(b):
         alone = accept_drafts(**{name: x[i : i + 1] if name in per_window else x for name, x in inputs.items()})
         assert torch.equal(alone[0][0], emitted[i])

@@ -1,6 +1,7 @@
 """The gated delta net over decode steps: replayed rows, rejected rows, states written once."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from transformers import DynamicCache
 
 from stepfloor.kernels.gdn_decode import gdn_decode, gdn_decode_inputs
 from tests.kernels.compare import UNIT, assert_rounded_alike, assert_same, assert_within, copied
-from tests.kernels.delta_net import CONSTANTS, DeltaNet, constants_of, projected_rows, rule_bound
+from tests.kernels.delta_net import DeltaNet, constants_of, projected_rows, rule_bound
 from tests.kernels.source import Recording
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -21,7 +22,7 @@ def odd_inputs(b: int, r: int, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def net_of(inputs: dict[str, Any], slots: int, rows: int, dtype: torch.dtype) -> DeltaNet:
-    return DeltaNet({name: inputs[name] for name in CONSTANTS}, slots, rows, dtype)
+    return DeltaNet(inputs["constants"], slots, rows, dtype)
 
 
 @pytest.mark.parametrize("prompt", [1, 2, 3, 20])
@@ -138,7 +139,7 @@ def test_state_stays_float32_in_bf16_models() -> None:
     inputs["projected"] = torch.zeros_like(inputs["projected"])
     net = net_of(inputs, 1, 1, torch.bfloat16)
     net.state.fill_(1.0)
-    net.constants["a_log"] = torch.full((6,), -6.0)
+    net.constants = replace(net.constants, a_log=torch.full((6,), -6.0))
     for step in range(100):
         net.window([0], inputs["projected"], [int(step > 0)])
     assert net.state.dtype == torch.float32

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from stepfloor.kernels import gdn_decode as module
 from stepfloor.kernels._jit import compile_cuda, missing_for_cuda
 from stepfloor.kernels.gdn_decode import (
     MOST_SHARED,
+    Choice,
     DeltaPlan,
     choose_plan,
     gdn_decode,
@@ -36,7 +38,7 @@ def test_plans_of_the_model() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"key_dim": 80}, {"value_dim": 40}, {"heads": 40}, {"rows": 17, "kept": 17}, {"parts": 16}],
+    [{"key_dim": 80}, {"value_dim": 40}, {"heads": 40}, {"rows": 17, "kept": 17}, {"parts": 16}, {"rounds": 2}],
     ids=str,
 )
 def test_sizes_that_have_no_kernel(change: dict[str, int]) -> None:
@@ -46,7 +48,8 @@ def test_sizes_that_have_no_kernel(change: dict[str, int]) -> None:
 @pytest.mark.skipif(NO_NVRTC is not None, reason=NO_NVRTC or "")
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
 def test_compiles(arch: str, tmp_path: Path) -> None:
-    for plan in (MODEL, replace(MODEL, rows=8, kept=8, silu=True, parts=1), replace(MODEL, cols=16, parts=4)):
+    queued = replace(MODEL, rows=8, kept=8, silu=True, parts=1, early=3, rounds=2)
+    for plan in (MODEL, queued, replace(MODEL, cols=8, parts=2, early=3)):
         assert compile_cuda("gdn_decode.cu", plan.macros(), arch, tmp_path).startswith(b"\x7fELF")
 
 
@@ -65,7 +68,7 @@ def settled(inputs: dict[str, Any]) -> Tensor:
 @pytest.mark.parametrize("rows", range(1, 9))
 def test_against_the_reference(rows: int, sequences: int, activation: str) -> None:
     inputs: dict[str, Any] = gdn_decode_inputs(sequences, rows, *SIZES, torch.bfloat16, "cuda")
-    inputs["activation"] = activation
+    inputs["constants"] = replace(inputs["constants"], activation=activation)
     wanted, ours = copied(inputs), copied(inputs)
     reference, output = gdn_decode_reference(**wanted), settled(ours)
     assert_same(ours["raw_rows"], wanted["raw_rows"])
@@ -79,6 +82,40 @@ def test_against_the_reference(rows: int, sequences: int, activation: str) -> No
     assert_rounded_alike(output, reference)
     last = {name: inputs[name][-1:].contiguous() for name in ("projected", "slots", "pending")}
     assert_same(settled(copied(inputs) | last), output[-1:])
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize(
+    "choice",
+    [
+        Choice(1, parts=1, early=2),
+        Choice(1, parts=1, early=3),
+        Choice(1, parts=2, early=3),
+        Choice(1, parts=1, clusters=11),
+        Choice(1, parts=1, early=3, clusters=11),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("rows", [1, 4])
+def test_settled_calls_have_the_same_bits(rows: int, choice: Choice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps behind a plain kernel, in a graph: state read, replayed and written before the wait races with nobody."""
+    inputs: dict[str, Any] = gdn_decode_inputs(3, rows, *SIZES, torch.bfloat16, "cuda")
+    plain, held = copied(inputs), copied(inputs)
+    wanted = [settled(plain) for _ in range(20)]
+    monkeypatch.setattr(module, "SETTLED_PLANS", (choice,))
+    gdn_decode(**copied(inputs), settled=True)  # loads the kernel
+    torch.cuda.synchronize()
+    graph, copy = torch.cuda.CUDAGraph(), torch.empty_like(wanted[0])
+    with torch.cuda.graph(graph):
+        copy.fill_(torch.nan)
+        output = gdn_decode(**held, settled=True)
+        copy.copy_(output)
+    for step in range(20):
+        graph.replay()
+        assert_same(copy, wanted[step])
+    for name in ("state", "raw_rows", "gate_rows"):
+        assert_same(held[name], plain[name])
 
 
 @pytest.mark.gpu

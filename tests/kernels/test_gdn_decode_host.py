@@ -26,18 +26,27 @@ COMPILER = shutil.which("g++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to build the kernel for the host")
 
 ENTRY = """
-extern "C" int run(const Arguments* a, const u64* ranges, int count, int sequences, u64 shared_bytes) {
+extern "C" int run(const Arguments* a, const u64* ranges, int count, int blocks, u64 shared_bytes) {
   readable.clear();
   for (int i = 0; i < count; i++) readable.push_back({(const u8*)ranges[2 * i], ranges[2 * i + 1]});
-  return run_grid(sequences * BLOCKS, CLUSTER, THREADS, shared_bytes, [=] { gdn_decode_kernel(*a); });
+  return run_grid(blocks, CLUSTER, THREADS, shared_bytes, [=] { gdn_decode_kernel(*a); });
 }
 """
 # two value heads a key head, fewer rows than can be pending
 WIDE = DeltaPlan(1, 2, 64, 16, 2, 3, False, cols=8, parts=1, early=0)
 NARROW = DeltaPlan(2, 2, 32, 32, 3, 3, True, cols=16, parts=2, early=1)
 CASES = {
-    "a block a head": [WIDE, replace(WIDE, parts=2, early=2), replace(WIDE, parts=2, joined=False)],
-    "16 columns a warp": [NARROW, replace(NARROW, parts=1, early=2)],
+    "a block a head": [
+        WIDE,
+        replace(WIDE, parts=2, early=2),
+        replace(WIDE, parts=2, joined=False),
+        replace(WIDE, early=3, rounds=2),
+    ],
+    "16 columns a warp": [
+        NARROW,
+        replace(NARROW, early=3),
+        replace(NARROW, parts=1, rounds=3),
+    ],
 }
 
 
@@ -78,7 +87,7 @@ def inputs_for(plan: DeltaPlan, sequences: int) -> dict[str, Any]:
     shape = (plan.key_heads, plan.heads, plan.key_dim, plan.value_dim)
     inputs: dict[str, Any] = gdn_decode_inputs(sequences, plan.kept, *shape, torch.bfloat16, "cpu")
     inputs["projected"] = inputs["projected"][:, : plan.rows].contiguous()
-    inputs["activation"] = "silu" if plan.silu else "sigmoid"
+    inputs["constants"] = replace(inputs["constants"], activation="silu" if plan.silu else "sigmoid")
     inputs["pending"] = torch.tensor([0, plan.rows])
     inputs["slots"] = torch.tensor([1, 2])
     inputs["raw_rows"][1, 3:] = inputs["raw_rows"][2, 3 + plan.rows :] = torch.nan
@@ -104,7 +113,7 @@ def build(plan: DeltaPlan, directory: Path) -> ctypes.CDLL:
     """The kernel of a plan as a shared library."""
     text = Path(module.__file__).with_suffix(".cu").read_text(encoding="utf-8")
     text = re.sub(r"extern __shared__ .*? shared\[\];", "u8* const shared = block_shared;", text) + ENTRY
-    name = f"{plan.cols}{plan.parts}{plan.joined}{plan.early}{plan.rows}"
+    name = f"{plan.cols}{plan.parts}{plan.joined}{plan.early}{plan.rows}{plan.rounds > 1}"
     source, target = directory / f"{name}.cpp", directory / f"{name}.so"
     if not target.is_file():
         source.write_text(text, encoding="utf-8")
@@ -118,19 +127,22 @@ def run(library: ctypes.CDLL, plan: DeltaPlan, inputs: dict[str, Any]) -> Tensor
     """The kernel's output; rows go to copies where the plan cannot write in place, and come back."""
     assert plan.fits()
     sequences, rows, columns = inputs["projected"].shape
+    blocks = plan.blocks(sequences)
     # rows begin at multiples of 16 bytes, as the model's do
     held = torch.full((sequences, rows, -(-columns // 8) * 8), torch.nan, dtype=torch.bfloat16)
     held[..., :columns] = inputs["projected"]
-    others = [value for name, value in inputs.items() if isinstance(value, Tensor) and name != "projected"]
-    operands = [held, *others]
+    operands = inputs | {"projected": held}
     out = torch.full((sequences, plan.rows, plan.heads * plan.value_dim), torch.nan, dtype=torch.bfloat16)
     kept = [inputs["raw_rows"], inputs["gate_rows"]]
     to = kept if plan.joined else [tensor.clone() for tensor in kept]
-    arguments = ctypes.create_string_buffer(pack_arguments(*operands, out, *to, inputs["eps"]))
-    ranges = [(t.data_ptr(), t.numel() * t.element_size()) for t in (*operands, *to)]
+    arguments = ctypes.create_string_buffer(pack_arguments(**operands, out=out, raw_to=to[0], gates_to=to[1]))
+    c = inputs["constants"]
+    tensors = [value for value in operands.values() if isinstance(value, Tensor)]
+    tensors += [*to, c.conv_weight, c.a_log, c.dt_bias, c.norm_weight]
+    ranges = [(t.data_ptr(), t.numel() * t.element_size()) for t in tensors]
     flat = (ctypes.c_uint64 * (2 * len(ranges)))(*[number for pair in ranges for number in pair])
     library.run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_uint64]
-    assert library.run(arguments, flat, len(ranges), sequences, plan.shared_bytes) == 0
+    assert library.run(arguments, flat, len(ranges), blocks, plan.shared_bytes) == 0
     for tensor, written in zip(kept, to, strict=True):
         tensor.copy_(written)
     return out

@@ -1,6 +1,7 @@
 """The gated delta net over prompt chunks, row by row and in chunk form."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import DynamicCache
 
+from stepfloor.kernels._delta import DeltaConstants
 from stepfloor.kernels._torch import DeltaRows, delta_rule
 from stepfloor.kernels.gdn_prefill import (
     CHUNK_ROWS,
@@ -58,7 +60,7 @@ def test_state_and_history_are_the_sources(recording: Recording) -> None:
         bound += 4 * 2 * UNIT[torch.bfloat16] * largest
     assert_within(net.state[0], wanted, bound)
     # raw rows, before the convolution: the last three, oldest first
-    channels = net.constants["conv_weight"].shape[0]
+    channels = net.constants.channels
     assert_same(net.raw_rows[0, :3], projected[-3:, :channels])
     assert_same(net.raw_rows[0, :3], cache.get_conv_state(0)[0].T[-3:])
 
@@ -91,19 +93,15 @@ def test_rule_by_hand() -> None:
         state = [m + x * sigmoid(b[t][0]) * error for m, x in zip(state, key, strict=True)]
         out = sum(m * x for m, x in zip(state, query, strict=True)) / math.sqrt(2)
         wanted.append(w * out / math.sqrt(out * out + eps) * sigmoid(z[t][0]))
-    ours_state = torch.zeros(1, 2, 1)
+    ours_state = torch.zeros(1, 1, 2, 1)
     ours = gdn_prefill(
         torch.cat([torch.tensor(part) for part in (q, k, v, z, b, a)], 1),
         ours_state,
-        torch.zeros(3, 5),
-        conv,
-        torch.tensor([a_log]),
-        torch.tensor([dt_bias]),
-        torch.tensor([w]),
-        1,
-        2,
-        eps,
-        "sigmoid",
+        torch.zeros(1, 3, 5),
+        torch.zeros(1, dtype=torch.int64),
+        DeltaConstants(
+            conv, torch.tensor([a_log]), torch.tensor([dt_bias]), torch.tensor([w]), 1, 2, eps, activation="sigmoid"
+        ),
     )
     # some twenty roundings of numbers below two
     assert_within(ours_state.flatten(), torch.tensor(state), 40 * 2.0**-24)
@@ -113,7 +111,7 @@ def test_rule_by_hand() -> None:
 def test_closing_norms_weight_is_plain() -> None:
     """Zero stored weight gives zero output here; every other norm of the model would give the normed value."""
     inputs = gdn_prefill_inputs(3, 1, 2, 4, 6, torch.float32, "cpu")
-    inputs["norm_weight"] = torch.zeros(6)
+    inputs["constants"] = replace(inputs["constants"], norm_weight=torch.zeros(6))
     assert_same(gdn_prefill(**inputs), torch.zeros(3, 12))
 
 
@@ -128,7 +126,7 @@ def test_any_chunking_gives_the_same_bits(dtype: torch.dtype, sizes: list[int]) 
     outputs = [gdn_prefill(**{**parts, "projected": inputs["projected"][rows]}) for rows in groups(17, sizes)]
     assert_same(torch.cat(outputs), together)
     assert_same(parts["state"], whole["state"])
-    assert_same(parts["history"], whole["history"])
+    assert_same(parts["raw_rows"], whole["raw_rows"])
 
 
 def random_rows(t: int, heads: int, k: int, v: int, strongest: float, dtype: torch.dtype) -> tuple[DeltaRows, Tensor]:
@@ -211,7 +209,7 @@ def test_chunk_form_splits_anywhere(sizes: tuple[int, ...]) -> None:
 def test_chunked_operator_is_the_row_by_row_one(strength: float) -> None:
     """What devices other than the CPU run, history and state included; strong decays once gave NaN."""
     inputs = gdn_prefill_inputs(150, 2, 6, 5, 7, torch.float32, "cpu")
-    inputs["a_log"] = torch.linspace(0, strength, 6)
+    inputs["constants"] = replace(inputs["constants"], a_log=torch.linspace(0, strength, 6))
     ours, wanted = copied(inputs), copied(inputs)
     output, reference = _gdn_prefill_chunked(**ours), gdn_prefill(**wanted)
     largest = max(wanted["state"].abs().max().item(), 5.0)
@@ -219,7 +217,7 @@ def test_chunked_operator_is_the_row_by_row_one(strength: float) -> None:
     sums = 64 * math.exp(strength) * 6
     bound = (150 * (2 * (5 + 64) + 8) + 2 * 64 * sums) * 2.0**-24 * largest
     assert_within(ours["state"], wanted["state"], bound)
-    assert_same(ours["history"], wanted["history"])
+    assert_same(ours["raw_rows"], wanted["raw_rows"])
     # the closing norm divides by the head's mean size; a head that is all error is no test, so weigh by size
     assert bool(torch.isfinite(output).all())
     if strength == 0.0:
@@ -247,5 +245,5 @@ def test_gradients_of_strong_decays_are_finite() -> None:
 def test_disagreeing_shapes_are_refused(shape: tuple[int, ...]) -> None:
     inputs: dict[str, Any] = gdn_prefill_inputs(3, 2, 4, 3, 5, torch.float32, "cpu")
     columns = inputs["projected"].shape[1]
-    with pytest.raises(ValueError, match=rf"\[T, {columns}\]; got \({', '.join(map(str, shape))}\)"):
+    with pytest.raises(ValueError, match=rf"\[T, {columns}\], slots \[1\]; got \({', '.join(map(str, shape))}\)"):
         gdn_prefill(**{**inputs, "projected": torch.zeros(shape)})

@@ -5,7 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from stepfloor.kernels.hc_down import hc_down, hc_down_inputs
+from stepfloor.formats.codec import PackedWeight
+from stepfloor.kernels._product import launch_product
+from stepfloor.kernels._torch import product
+from stepfloor.kernels.hc_down import hc_down, hc_down_inputs, hc_down_reference, launch_activations, launch_norms
 from tests.kernels.compare import (
     MATRIX_FORMATS,
     UNIT,
@@ -19,6 +22,7 @@ from tests.kernels.compare import (
     twin,
     with_weights,
 )
+from tests.kernels.edges import DEVICE, REAL, empty_is_nan, fenced
 from tests.kernels.source import Recording
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -157,3 +161,53 @@ def test_rows_do_not_disturb_each_other(dtype: torch.dtype, write: bool) -> None
 def test_disagreeing_shapes_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         hc_down(**{**hc_down_inputs(5, 8, 3, "fp32", torch.float32, "cpu"), **change})
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("write", [True, False])
+@pytest.mark.parametrize(
+    ("t", "d", "rank"), [(5, 13, 7), (3, 100, 300), *(pytest.param(t, 2560, 320, marks=REAL) for t in (1, 81, 8192))]
+)
+def test_kernels_around_the_product_are_the_reference(
+    t: int, d: int, rank: int, write: bool, dtype: torch.dtype
+) -> None:
+    inputs = hc_down_inputs(t, d, rank, "bf16", dtype, DEVICE, write)
+    wanted = hc_down_reference(**inputs)
+    given = [fenced(inputs[name]) for name in ("residual", "y", "y_weights", "norm_scale")]
+    with empty_is_nan():
+        residual, normed = launch_norms(*given, 4, inputs["eps"])
+        low, weights = launch_activations(fenced(product(wanted[1], inputs["down"])), rank, 4)
+    if dtype == torch.bfloat16:
+        # one product and one sum, each rounded
+        assert_same(residual, wanted[0])
+    # float32 on a GPU: one fused multiply and add where the reference rounds twice
+    assert_within(residual, wanted[0], 2.0**-23 * (wanted[0].double().abs() + 2))
+    # D squares in another order and a GPU's root, then one rounding each
+    step = 2 * UNIT[dtype] + 2.0**-21
+    assert_within(normed, wanted[1], (d * 2.0**-24 + step) * wanted[1].double().abs())
+    # the same product: a GPU's exponential, then silu or sigmoid rounded once, the write weights doubled
+    assert_within(low, wanted[2], step * wanted[2].double().abs())
+    assert_within(weights, wanted[3], step * wanted[3].double().abs())
+    for ours, reference in zip((residual, normed, low, weights), wanted, strict=True):
+        assert_rounded_alike(ours, reference)
+
+
+@pytest.mark.parametrize("inject", [True, False])
+def test_kernels_give_a_row_the_same_bits_in_any_batch(inject: bool) -> None:
+    """The portable path: norms, product, activations."""
+    inputs = hc_down_inputs(10, 24, 20 if inject else 24, "bf16", torch.bfloat16, DEVICE)
+    if not inject:
+        inputs["down"] = (PackedWeight("bf16", (24, 96), inputs["down"][0].data[:24].contiguous()),)
+
+    def down(**given: Any) -> tuple[torch.Tensor, ...]:
+        residual, normed = launch_norms(*(given[n] for n in (*PER_ROW, "norm_scale", "streams", "eps")))
+        projected = normed.new_empty((normed.shape[0], given["down"][0].shape[0]))
+        launch_product(normed, given["down"][0], projected)
+        return residual, normed, *launch_activations(projected, given["rank"], given["streams"])
+
+    assert_rows_alone(down, inputs, PER_ROW)
+    wanted = hc_down_reference(**inputs)
+    # n may be a bf16 step aside in one place of a hundred, which moves a sum of 96 terms by less than a step or two
+    for ours, reference in zip(down(**inputs)[: 4 if inject else 3], wanted, strict=inject):
+        assert_within(ours, reference, 2.0**-6 * (reference.double().abs() + 0.25))
+        assert_rounded_alike(ours, reference)

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepfloor.kernels.hc_mix import hc_mix, hc_mix_inputs
+from stepfloor.kernels._product import launch_product
+from stepfloor.kernels._torch import product
+from stepfloor.kernels.hc_mix import hc_mix, hc_mix_inputs, hc_mix_reference, launch_gates
 from tests.kernels.compare import (
     MATRIX_FORMATS,
     UNIT,
@@ -20,6 +22,7 @@ from tests.kernels.compare import (
     twin,
     with_weights,
 )
+from tests.kernels.edges import DEVICE, REAL, empty_is_nan, fenced
 from tests.kernels.source import Recording
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -82,3 +85,34 @@ def test_rows_do_not_disturb_each_other(d: int, rank: int, dtype: torch.dtype) -
 def test_disagreeing_shapes_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         hc_mix(**{**hc_mix_inputs(5, 8, 3, "fp32", torch.float32, "cpu"), **change})
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("t", "d", "rank"),
+    [(5, 13, 7), (2, 1030, 5), *(pytest.param(t, 2560, 320, marks=REAL) for t in (1, 81, 8192))],
+)
+def test_kernel_gates_are_the_reference(t: int, d: int, rank: int, dtype: torch.dtype) -> None:
+    inputs = hc_mix_inputs(t, d, rank, "bf16", dtype, DEVICE)
+    logits, normed = product(inputs["low"], inputs["up"]), inputs["normed"]
+    with empty_is_nan():
+        ours = launch_gates(fenced(logits), fenced(normed), 4)
+    wanted = hc_mix_reference(**inputs)
+    # a step of the gate, one of its product with n, one of the mean; a GPU's exponential is off by less than 2**-21
+    step = 2 * UNIT[dtype] + 2.0**-21
+    assert_within(ours, wanted, mean_over_streams(torch.full_like(normed, 3 * step).double(), normed, 4))
+    assert_rounded_alike(ours, wanted)
+
+
+def test_kernels_give_a_row_the_same_bits_in_any_batch() -> None:
+    """The portable path: product, then gates."""
+    inputs = hc_mix_inputs(10, 20, 24, "bf16", torch.bfloat16, DEVICE)
+
+    def mix(low: Tensor, normed: Tensor, up: Any, streams: int) -> Tensor:
+        logits = low.new_empty((low.shape[0], normed.shape[1]))
+        launch_product(low, up[0], logits)
+        return launch_gates(logits, normed, streams)
+
+    assert_rows_alone(mix, inputs, ("low", "normed"))
+    bound = mean_over_streams(torch.full_like(inputs["normed"], 4 * 2.0**-7).double(), inputs["normed"], 4)
+    assert_within(mix(**inputs), hc_mix_reference(**inputs), bound)

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from stepfloor.formats.codec import PackedWeight, quantize
 from stepfloor.kernels import hc_down as hc_down_module
 from stepfloor.kernels import hc_mix as hc_mix_module
 from stepfloor.kernels._jit import compile_cuda, missing_for_cuda
-from stepfloor.kernels._stream import ROW_CAPACITIES, SHARED_LIMIT, pack_tape
+from stepfloor.kernels._stream import ROW_CAPACITIES, SHARED_LIMIT, outer_scales, pack_tape, say_once
 from stepfloor.kernels.hc_down import (
     DownPlan,
     StreamedDown,
@@ -33,7 +34,8 @@ from tests.kernels.streamed import down_faults, mix_faults
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 NO_NVRTC = missing_for_cuda()
-ROWS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 40)
+ROWS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 40, 64, 65, 80)
+QUANTIZED = ("fp8_channel", "mxfp8")
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -56,11 +58,12 @@ def test_plans_of_the_model(parts: int, multiprocessors: int) -> None:
 
 @pytest.mark.parametrize(("d", "multiprocessors", "slices"), [(46, 3, 2), (46, 3, 1), (2560, 132, 2), (7, 16, 1)])
 def test_mix_tape_is_a_permutation(d: int, multiprocessors: int, slices: int) -> None:
-    up = torch.randn(4 * d, 64).to(torch.bfloat16)
-    plan = plan_mix(d, 4, 64, multiprocessors, slices)
-    tape = pack_mix(up, plan)
-    assert tape.numel() == plan.stream.tape_bytes
-    assert torch.equal(unpack_mix(tape, plan), up)
+    for name in ("bf16", *QUANTIZED, "fp8_tensor"):
+        up = quantize(torch.randn(4 * d, 64), name)
+        plan = plan_mix(d, 4, 64, multiprocessors, slices, name)
+        tape, scales = pack_mix(up, plan)
+        assert tape.numel() == plan.stream.tape_bytes
+        assert torch.equal(unpack_mix(tape, plan, scales).dequantize(), up.dequantize())
 
 
 @pytest.mark.skipif(NO_NVRTC is not None, reason=NO_NVRTC or "")
@@ -76,36 +79,53 @@ def test_compiles(capacity: int, arch: str, tmp_path: Path) -> None:
         assert compile_cuda(source, macros, arch, tmp_path).startswith(b"\x7fELF")
 
 
+@pytest.mark.skipif(NO_NVRTC is not None, reason=NO_NVRTC or "")
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
+@pytest.mark.parametrize(("capacity", "name"), [(1, "mxfp8"), (16, "fp8_channel")])
+def test_formats_compile(capacity: int, name: str, arch: str, tmp_path: Path) -> None:
+    plan, mix = plan_down(324, 320, 4, 2560, 132, 2, True, name), plan_mix(2560, 4, 320, 132, 2, name)
+    for source, macros in (
+        ("hc_down.cu", hc_down_module.kernel_macros(plan, capacity, True)),
+        ("hc_mix.cu", hc_mix_module.kernel_macros(mix, capacity)),
+    ):
+        assert compile_cuda(source, macros, arch, tmp_path).startswith(b"\x7fELF")
+
+
 def test_repack_stays_with_torch_where_it_must(caplog: pytest.LogCaptureFixture) -> None:
     down = hc_down_inputs(1, 16, 8, "bf16", torch.bfloat16, "cpu")["down"]
     up = hc_mix_inputs(1, 16, 8, "bf16", torch.bfloat16, "cpu")["up"]
+    say_once.cache_clear()
     with caplog.at_level("INFO"):
         assert hc_down_repack(down, 8, 4, "cpu")[0].data is down[0].data
         assert hc_mix_repack(up, 4, "cpu")[0].data is up[0].data
-    assert caplog.text.count("stays with torch") == 2
+    assert caplog.text.count("is not repacked") == 2
 
 
-def test_streamed_weights_on_the_cpu_are_the_reference() -> None:
-    inputs = hc_down_inputs(3, 256, 20, "bf16", torch.bfloat16, "cpu")
-    plan = plan_down(24, 20, 4, 256, 8, 1)
-    streamed = StreamedDown(plan, pack_tape(inputs["down"][0].data, plan.stream), Path())
+@pytest.mark.parametrize("name", ["bf16", *QUANTIZED])
+def test_streamed_weights_on_the_cpu_are_the_reference(name: str) -> None:
+    inputs = hc_down_inputs(3, 256, 20, name, torch.bfloat16, "cpu")
+    plan, weight = plan_down(24, 20, 4, 256, 8, 1, format_name=name), inputs["down"][0]
+    streamed = StreamedDown(plan, pack_tape(weight, plan.stream), Path(), outer_scales(weight))
     for ours, wanted in zip(hc_down(**{**inputs, "down": (streamed,)}), hc_down_reference(**inputs), strict=True):
         assert torch.equal(ours, wanted)
-    mixed = hc_mix_inputs(3, 46, 64, "bf16", torch.bfloat16, "cpu")
-    mix = plan_mix(46, 4, 64, 3)
-    up = StreamedMix(mix, pack_mix(mixed["up"][0].data, mix), Path())
+    mixed = hc_mix_inputs(3, 46, 64, name, torch.bfloat16, "cpu")
+    mix = plan_mix(46, 4, 64, 3, format_name=name)
+    tape, scales = pack_mix(mixed["up"][0], mix)
+    up = StreamedMix(mix, tape, Path(), scales)
     assert torch.equal(hc_mix(**{**mixed, "up": (up,)}), hc_mix_reference(**mixed))
 
 
 @pytest.mark.gpu
 @GPU
+@pytest.mark.parametrize("name", ["bf16", *QUANTIZED])
 @pytest.mark.parametrize("write", [True, False])
 @pytest.mark.parametrize("inject", [True, False])
-def test_down_against_the_reference(write: bool, inject: bool, tmp_path: Path) -> None:
-    inputs = hc_down_inputs(80, 2560, 320, "bf16", torch.bfloat16, "cuda", write)
+def test_down_against_the_reference(write: bool, inject: bool, name: str, tmp_path: Path) -> None:
+    inputs = hc_down_inputs(96, 2560, 320, name, torch.bfloat16, "cuda", write)
     weight = inputs["down"][0]
     if not inject:
-        weight = hc_down_module.PackedWeight("bf16", (320, 10240), weight.data[:320].contiguous())
+        scale = None if weight.scale is None else weight.scale[:320].contiguous()
+        weight = PackedWeight(name, (320, 10240), weight.data[:320].contiguous(), scale)
     down = hc_down_repack((weight,), 320, 4, "cuda", tmp_path)
     assert isinstance(down[0], StreamedDown)
     wanted = hc_down_reference(**{**inputs, "down": (weight,)})
@@ -117,7 +137,11 @@ def test_down_against_the_reference(write: bool, inject: bool, tmp_path: Path) -
         full = ours if full is None else full
         assert all(torch.equal(a, b[:rows]) for a, b in zip(ours, full, strict=True))
     library = hc_down(**{**inputs, "down": down})
-    assert down_faults(library, wanted, weight, False) == []
+    if name != "fp8_channel":  # whose weights the library gets rounded to bf16
+        assert down_faults(library, wanted, weight, False) == []
+    else:
+        rounded = PackedWeight("bf16", weight.shape, weight.dequantize().to(torch.bfloat16))
+        assert down_faults(library, hc_down_reference(**{**inputs, "down": (rounded,)}), rounded, False) == []
 
 
 @pytest.mark.gpu
@@ -128,7 +152,7 @@ def test_down_against_the_reference(write: bool, inject: bool, tmp_path: Path) -
 def test_every_plan_of_down(plan: DownPlan, tmp_path: Path) -> None:
     inputs = hc_down_inputs(16, 2560, 320, "bf16", torch.bfloat16, "cuda")
     weight = inputs["down"][0]
-    down = StreamedDown(plan, pack_tape(weight.data, plan.stream), tmp_path)
+    down = StreamedDown(plan, pack_tape(weight, plan.stream), tmp_path)
     torch.cuda.synchronize()
     ours = hc_down(**{**inputs, "down": (down,)})
     assert down_faults(ours, hc_down_reference(**inputs), weight, plan.norm_first) == []
@@ -136,18 +160,21 @@ def test_every_plan_of_down(plan: DownPlan, tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @GPU
-def test_mix_against_the_reference(tmp_path: Path) -> None:
-    inputs = hc_mix_inputs(80, 2560, 320, "bf16", torch.bfloat16, "cuda")
+@pytest.mark.parametrize("name", ["bf16", *QUANTIZED])
+def test_mix_against_the_reference(name: str, tmp_path: Path) -> None:
+    inputs = hc_mix_inputs(96, 2560, 320, name, torch.bfloat16, "cuda")
     up = hc_mix_repack(inputs["up"], 4, "cuda", tmp_path)
     assert isinstance(up[0], StreamedMix)
     wanted = hc_mix_reference(**inputs)
-    full = hc_mix(inputs["low"][:40], inputs["normed"][:40], up, 4)
+    full = hc_mix(inputs["low"][:80], inputs["normed"][:80], up, 4)
     for rows in ROWS:
         low, normed = inputs["low"][:rows], inputs["normed"][:rows]
         ours = hc_mix(low, normed, up, 4)
         assert mix_faults(ours, wanted[:rows], low, normed, inputs["up"][0]) == []
         assert torch.equal(ours, full[:rows])
-    assert mix_faults(hc_mix(**{**inputs, "up": up}), wanted, inputs["low"], inputs["normed"], inputs["up"][0]) == []
+    rounded = PackedWeight("bf16", (10240, 320), inputs["up"][0].dequantize().to(torch.bfloat16))
+    wanted = hc_mix_reference(**{**inputs, "up": (rounded,)})  # what the library gets
+    assert mix_faults(hc_mix(**{**inputs, "up": up}), wanted, inputs["low"], inputs["normed"], rounded) == []
 
 
 @pytest.mark.gpu

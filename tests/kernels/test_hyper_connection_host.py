@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from stepfloor.formats.codec import PackedWeight
 from stepfloor.kernels import hc_down as hc_down_module
 from stepfloor.kernels import hc_mix as hc_mix_module
-from stepfloor.kernels._stream import pack_tape
+from stepfloor.kernels._stream import outer_scales, pack_tape
 from stepfloor.kernels.hc_down import hc_down_inputs, hc_down_reference, plan_down
 from stepfloor.kernels.hc_mix import hc_mix_inputs, hc_mix_reference, pack_mix, plan_mix, unpack_mix
 from tests.kernels.streamed import down_faults, mix_faults
@@ -35,13 +36,23 @@ extern "C" int run(const Arguments* a, const u64* ranges, int count, u64 shared_
 
 
 @needs_compiler
-@pytest.mark.parametrize(("parts", "norm_first"), [(1, True), (1, False), (2, True), (2, False)])
-def test_down_on_the_host(parts: int, norm_first: bool, tmp_path: Path) -> None:
-    inputs = hc_down_inputs(10, 512, 24, "bf16", torch.bfloat16, "cpu")
+@pytest.mark.parametrize(
+    ("parts", "norm_first", "name"),
+    [
+        (1, True, "bf16"),
+        (1, False, "bf16"),
+        (2, True, "bf16"),
+        (2, False, "bf16"),
+        (1, True, "fp8_channel"),
+        pytest.param(1, False, "mxfp8", marks=pytest.mark.slow),
+    ],
+)
+def test_down_on_the_host(parts: int, norm_first: bool, name: str, tmp_path: Path) -> None:
+    inputs = hc_down_inputs(10, 512, 24, name, torch.bfloat16, "cpu")
     weight = inputs["down"][0]
-    plan = plan_down(28, 24, 4, 512, 8 * parts, parts, norm_first)
+    plan = plan_down(28, 24, 4, 512, 8 * parts, parts, norm_first, name)
     assert plan.stream.groups == 2
-    tape = pack_tape(weight.data, plan.stream)
+    tape, scales = pack_tape(weight, plan.stream), outer_scales(weight)
     reference = hc_down_reference(**inputs)
     outputs = []
     for capacity, count in ((1, 1), (4, 3), (8, 8), (16, 10)):
@@ -50,8 +61,8 @@ def test_down_on_the_host(parts: int, norm_first: bool, tmp_path: Path) -> None:
         )
         rows = {name: inputs[name][:count].clone() for name in ("residual", "y", "y_weights")}
         out = [torch.full((count + 1, width), torch.nan, dtype=torch.bfloat16) for width in (2048, 2048, 24, 4)]
-        packed = hc_down_module.pack_arguments(tape, inputs["norm_scale"], *rows.values(), *out, inputs["eps"])
-        reads = [tape, inputs["norm_scale"], *rows.values()]
+        packed = hc_down_module.pack_arguments(tape, inputs["norm_scale"], *rows.values(), *out, inputs["eps"], scales)
+        reads = [tape, inputs["norm_scale"], *rows.values(), *([] if scales is None else [scales])]
         assert run(library, packed, reads, hc_down_module.shared_bytes(plan, capacity)) == 0
         assert all(bool(t[count:].isnan().all()) for t in out)
         out = [t[:count] for t in out]
@@ -64,9 +75,9 @@ def test_down_on_the_host(parts: int, norm_first: bool, tmp_path: Path) -> None:
 @needs_compiler
 def test_down_without_a_write_and_without_inject_rows(tmp_path: Path) -> None:
     inputs = hc_down_inputs(3, 256, 20, "bf16", torch.bfloat16, "cpu", write=False)
-    weight = hc_down_module.PackedWeight("bf16", (20, 1024), inputs["down"][0].data[:20].contiguous())
+    weight = PackedWeight("bf16", (20, 1024), inputs["down"][0].data[:20].contiguous())
     plan = plan_down(20, 20, 4, 256, 8, 1)
-    tape = pack_tape(weight.data, plan.stream)
+    tape = pack_tape(weight, plan.stream)
     library = build("hc_down", hc_down_module.kernel_macros(plan, 4, False), "GROUPS * SPLIT, SPLIT", tmp_path)
     residual = inputs["residual"]
     normed, low = torch.empty_like(residual), torch.empty((3, 20), dtype=torch.bfloat16)
@@ -81,13 +92,16 @@ def test_down_without_a_write_and_without_inject_rows(tmp_path: Path) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("slices", [1, 2])
-def test_mix_on_the_host(slices: int, tmp_path: Path) -> None:
-    inputs = hc_mix_inputs(10, 46, 64, "bf16", torch.bfloat16, "cpu")
+@pytest.mark.parametrize(
+    ("slices", "name"),
+    [(1, "bf16"), (2, "bf16"), (2, "fp8_channel"), pytest.param(1, "mxfp8", marks=pytest.mark.slow)],
+)
+def test_mix_on_the_host(slices: int, name: str, tmp_path: Path) -> None:
+    inputs = hc_mix_inputs(10, 46, 64, name, torch.bfloat16, "cpu")
     weight = inputs["up"][0]
-    plan = plan_mix(46, 4, 64, 3, slices)  # the last block has a dead channel or two
-    tape = pack_mix(weight.data, plan)
-    assert torch.equal(unpack_mix(tape, plan), weight.data)
+    plan = plan_mix(46, 4, 64, 3, slices, name)  # the last block has a dead channel or two
+    tape, scales = pack_mix(weight, plan)
+    assert torch.equal(unpack_mix(tape, plan, scales).dequantize(), weight.dequantize())
     reference = hc_mix_reference(**inputs)
     outputs = []
     for capacity, count in ((1, 1), (4, 3), (8, 8), (16, 10)):
@@ -96,8 +110,9 @@ def test_mix_on_the_host(slices: int, tmp_path: Path) -> None:
         )
         low, normed = inputs["low"][:count].clone(), inputs["normed"][:count].clone()
         out = torch.full((count + 1, 46), torch.nan, dtype=torch.bfloat16)
-        packed = hc_mix_module.pack_arguments(tape, low, normed, out)
-        assert run(library, packed, [tape, low, normed], hc_mix_module.shared_bytes(plan, capacity)) == 0
+        packed = hc_mix_module.pack_arguments(tape, low, normed, out, scales)
+        reads = [tape, low, normed, *([] if scales is None else [scales])]
+        assert run(library, packed, reads, hc_mix_module.shared_bytes(plan, capacity)) == 0
         assert bool(out[count:].isnan().all())
         assert mix_faults(out[:count], reference[:count], low, normed, weight) == []
         outputs.append(out[:count])
@@ -112,7 +127,8 @@ def build(name: str, macros: dict[str, int], grid: str, directory: Path) -> ctyp
     source = directory / f"{name}{macros['X_ROWS']}.cpp"
     source.write_text(text + ENTRY % (grid, f"{name}_kernel"), encoding="utf-8")
     target = source.with_suffix(".so")
-    options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", "-I", str(HOST)]
+    options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread"]
+    options += ["-I", str(HOST), "-idirafter", str(Path(hc_down_module.__file__).parent / "include")]
     defines = [f"-D{macro}={value}" for macro, value in macros.items()]
     subprocess.run([str(COMPILER), *options, *defines, "-o", str(target), str(source)], check=True)
     return ctypes.CDLL(str(target))

@@ -7,9 +7,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepfloor.formats.codec import quantize
+from stepfloor.formats.codec import PackedWeight, quantize
 from stepfloor.kernels._jit import compile_cuda, missing_for_cuda
-from stepfloor.kernels._stream import SHARED_LIMIT, WARPS, StreamPlan, pack_tape, unpack_tape
+from stepfloor.kernels._stream import (
+    CODINGS,
+    SHARED_LIMIT,
+    WARPS,
+    StreamPlan,
+    dense_macros,
+    outer_scales,
+    pack_tape,
+    say_once,
+    unpack_tape,
+    why_not_streamed,
+)
 from stepfloor.kernels.linear import (
     StreamedWeight,
     Variant,
@@ -21,7 +32,10 @@ from stepfloor.kernels.linear import (
     panel_stage_steps,
     plan_stream,
     shared_bytes,
+    spread_clusters,
+    stream_product,
 )
+from tests.kernels.streamed import odd_weight, product_bound
 
 # the model's own products, then shapes with odd rows, padded columns and several passes over many columns
 MODEL_SHAPES = [
@@ -36,8 +50,20 @@ MODEL_SHAPES = [
     (10240, 320),
     (96, 2560),
 ]
+FORMAT_SHAPES = [
+    (16480, 2560),
+    (2560, 6144),
+    (1793, 2560),
+    (2560, 640),
+    (324, 10240),
+    (10240, 320),
+    (37, 64),
+    (251, 96),
+    (385, 256),
+    (5301, 4096),
+]
 ODD_SHAPES = [(16, 16), (37, 48), (251, 64), (33, 640), (385, 256), (5281, 2560), (5301, 4096)]
-ROWS = (1, 2, 3, 4, 8, 16, 17, 64, 80)
+ROWS = (1, 2, 3, 4, 5, 8, 15, 16, 17, 33, 64, 80)
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 NO_NVRTC = missing_for_cuda()
 
@@ -54,12 +80,61 @@ def small_plans() -> list[StreamPlan]:
     ]
 
 
+@pytest.fixture(scope="session")
+def cubins(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Kernels that tests share."""
+    return tmp_path_factory.mktemp("cubins")
+
+
+@pytest.mark.parametrize("name", list(CODINGS))
+@pytest.mark.parametrize(("n", "k", "count"), [(301, 320, 4), (96, 640, 4), (70, 96, 1), (600, 4096, 4), (139, 512, 2)])
+def test_tape_loses_nothing(n: int, k: int, count: int, name: str) -> None:
+    weight, plan = odd_weight(n, k, name), plan_stream(n, k, count, format_name=name)
+    tape = pack_tape(weight, plan)
+    assert tape.numel() == plan.tape_bytes
+    assert torch.equal(unpack_tape(tape, plan, outer_scales(weight)).dequantize(), weight.dequantize())
+
+
+def changed(name: str, **tensors: Tensor) -> PackedWeight:
+    """A matrix with its first code or scale replaced."""
+    weight = quantize(torch.randn(32, 128), name)
+    for field, value in tensors.items():
+        held = getattr(weight, field)
+        held.view(torch.uint8)[0, 0] = value.view(torch.uint8)
+    return weight
+
+
+@pytest.mark.parametrize(
+    ("weight", "reason"),
+    [
+        (quantize(torch.zeros(4, 32), "fp32"), "read matrices in bf16"),
+        (changed("fp8_channel", data=torch.tensor([0xFF], dtype=torch.uint8)), "code is not a number"),
+        (changed("mxfp8", scale=torch.tensor([200], dtype=torch.uint8)), "MXFP8 scale"),
+        (changed("mxfp8", scale=torch.tensor([3], dtype=torch.uint8)), "MXFP8 scale"),
+        (changed("nvfp4", scale=torch.tensor([0xC0], dtype=torch.uint8)), "negative or not a number"),
+        (changed("nvfp4", scale=torch.tensor([0x7F], dtype=torch.uint8)), "negative or not a number"),
+    ],
+)
+def test_what_moving_bits_would_spoil_is_refused(weight: PackedWeight, reason: str) -> None:
+    assert reason in (why_not_streamed(weight) or "")
+
+
+def test_scale_of_a_block_of_zeros_does_not_matter() -> None:
+    """Encoders store 2**-127 there, which no bf16 product could hold."""
+    weight = quantize(torch.randn(8, 64), "mxfp8")
+    weight.data.view(torch.uint8)[2, :32] = 0x80
+    weight.scale[2, 0] = 0
+    assert why_not_streamed(weight) is None
+    plan = plan_stream(8, 64, 1, format_name="mxfp8")
+    assert torch.equal(unpack_tape(pack_tape(weight, plan), plan).dequantize(), weight.dequantize())
+
+
 @pytest.mark.parametrize("plan", small_plans(), ids=str)
 def test_tape_is_a_permutation(plan: StreamPlan) -> None:
     w = torch.randn(plan.n, plan.k).to(torch.bfloat16)
-    tape = pack_tape(w, plan)
+    tape = pack_tape(PackedWeight("bf16", (plan.n, plan.k), w), plan)
     assert tape.numel() == plan.tape_bytes
-    assert torch.equal(unpack_tape(tape, plan), w)
+    assert torch.equal(unpack_tape(tape, plan).data, w)
 
 
 @pytest.mark.parametrize("plan", small_plans(), ids=str)
@@ -67,7 +142,7 @@ def test_lanes_meet_the_right_columns(plan: StreamPlan) -> None:
     """The addresses of the ring kernel, lane by lane: a wrong one multiplies a weight by another column of x."""
     x = torch.randint(-4, 5, (8, plan.k)).double()
     w = torch.randint(-4, 5, (plan.n, plan.k))
-    tape = pack_tape(w.to(torch.bfloat16), plan)
+    tape = pack_tape(PackedWeight("bf16", (plan.n, plan.k), w.to(torch.bfloat16)), plan)
     assert torch.equal(walk(x, tape, plan), x @ w.double().T)
 
 
@@ -101,17 +176,35 @@ def walk(x: Tensor, tape: Tensor, plan: StreamPlan) -> Tensor:
     return out[:, : p.n]
 
 
+@pytest.mark.parametrize("name", list(CODINGS))
 @pytest.mark.parametrize(("n", "k"), MODEL_SHAPES)
-def test_plans_of_the_model(n: int, k: int) -> None:
+def test_plans_of_the_model(n: int, k: int, name: str) -> None:
     """No wasted bytes, no second wave, no kernel that a multiprocessor cannot hold, no sum that depends on the GPU."""
-    plan = plan_stream(n, k, 132)
+    plan = plan_stream(n, k, 132, format_name=name)
     assert plan.padded_k == k
-    assert plan.tape_bytes <= 1.02 * 2 * n * k
+    coding = plan.coding
+    row_bytes = (coding.codes + coding.scales) * k // (32 * coding.unit)
+    # all warps have as many rows, and scales of a unit's rows are padded to 16 bytes
+    units = plan.blocks * WARPS * plan.passes * plan.steps // coding.unit
+    assert plan.tape_bytes <= 1.025 * n * row_bytes + (15 * units if coding.scales else 0)
     assert plan.blocks <= 132
     assert max(shared_bytes(plan, choose_variant(plan, rows)) for rows in ROWS) <= SHARED_LIMIT
+    order = (plan.split, plan.slices, plan.steps, plan.grain)
     for multiprocessors in (48, 114, 188):
-        other = plan_stream(n, k, multiprocessors)
-        assert (other.split, other.slices, other.steps) == (plan.split, plan.slices, plan.steps)
+        other = plan_stream(n, k, multiprocessors, format_name=name)
+        assert (other.split, other.slices, other.steps, other.grain) == order
+
+
+def test_many_rows_go_to_the_spread_kernel() -> None:
+    """17 to 80 rows through tiles of 16 would read the weights once for each."""
+    for name in ("bf16", "fp8_channel", "mxfp8", "nvfp4"):
+        for n, k in ((248320, 2560), (16480, 2560), (2560, 6144), (1793, 2560)):
+            plan = plan_stream(n, k, 132, format_name=name)
+            for rows in (17, 33, 64, 80):
+                variant = choose_variant(plan, rows)
+                assert variant.together > 0
+                assert variant.max_rows >= rows
+            assert spread_clusters(plan) * WARPS <= 132
 
 
 @pytest.mark.skipif(NO_NVRTC is not None, reason=NO_NVRTC or "")
@@ -128,6 +221,18 @@ def test_compiles(n: int, k: int, arch: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(NO_NVRTC is not None, reason=NO_NVRTC or "")
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
+@pytest.mark.parametrize("name", ["fp8_channel", "fp8_block", "mxfp8", "nvfp4"])
+def test_formats_compile(name: str, arch: str, tmp_path: Path) -> None:
+    plan = plan_stream(16480, 2560, 132, format_name=name)
+    for rows in (8, 64):
+        macros = kernel_macros(plan, choose_variant(plan, rows))
+        assert compile_cuda("linear.cu", macros, arch, tmp_path).startswith(b"\x7fELF")
+    macros = dense_macros(plan, (1, plan.n, plan.n))
+    assert compile_cuda("stream_dense.cu", macros, arch, tmp_path).startswith(b"\x7fELF")
+
+
+@pytest.mark.skipif(NO_NVRTC is not None, reason=NO_NVRTC or "")
 def test_compile_error_carries_the_log(tmp_path: Path) -> None:
     macros = kernel_macros(plan_stream(64, 64, 4), Variant(1, False)) | {"SLICES": 3}
     with pytest.raises(RuntimeError, match="static assertion"):
@@ -135,42 +240,81 @@ def test_compile_error_carries_the_log(tmp_path: Path) -> None:
 
 
 def test_repack_stays_with_torch_where_it_must(caplog: pytest.LogCaptureFixture) -> None:
+    """One line for all matrices with the same reason: a model has hundreds."""
+    say_once.cache_clear()
     weight = quantize(torch.randn(8, 16), "bf16")
     with caplog.at_level("INFO"):
-        assert linear_repack(weight, "cpu").data is weight.data
-    assert "stays with torch" in caplog.text
+        for _ in range(3):
+            assert linear_repack(weight, "cpu").data is weight.data
+    assert caplog.text.count("stays with torch") == 1
 
 
-def test_streamed_weight_on_the_cpu_is_the_reference() -> None:
-    inputs = linear_inputs(3, 96, 640, "bf16", torch.bfloat16, "cpu")
+@pytest.mark.parametrize("name", list(CODINGS))
+def test_streamed_weight_on_the_cpu_is_the_reference(name: str) -> None:
+    inputs = linear_inputs(3, 96, 640, name, torch.bfloat16, "cpu")
     x, (weight,) = inputs["x"], inputs["weights"]
-    plan = plan_stream(96, 640, 4)
-    streamed = StreamedWeight(plan, pack_tape(weight.data, plan), Path())
+    plan = plan_stream(96, 640, 4, format_name=name)
+    streamed = StreamedWeight(plan, pack_tape(weight, plan), Path(), outer_scales(weight))
     assert torch.equal(linear(x, (streamed,)), linear(x, (weight,)))
     assert torch.equal(linear(x, (streamed, weight)), linear(x, (weight, weight)))
+    assert torch.equal(streamed.dense(), weight.dequantize().to(torch.bfloat16))
 
 
 @pytest.mark.gpu
 @GPU
-@pytest.mark.parametrize(("n", "k"), MODEL_SHAPES[1:] + ODD_SHAPES)
-def test_against_float64(n: int, k: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("n", "k", "name"),
+    [
+        *((n, k, "bf16") for n, k in MODEL_SHAPES[1:] + ODD_SHAPES),
+        *((n, k, name) for n, k in FORMAT_SHAPES for name in CODINGS if name != "bf16"),
+    ],
+)
+def test_against_float64(n: int, k: int, name: str, cubins: Path) -> None:
     """Right values, nothing written beside them, nothing read past the rows, and a row's bits independent of M."""
-    inputs = linear_inputs(80, n, k, "bf16", torch.bfloat16, "cuda")
-    weight = inputs["weights"][0]
-    streamed = linear_repack(weight, "cuda", tmp_path)
+    make = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(80, k, generator=make, device="cuda").to(torch.bfloat16)
+    weight = odd_weight(n, k, name, "cuda")
+    streamed = linear_repack(weight, "cuda", cubins)
     assert isinstance(streamed, StreamedWeight)
+    assert torch.equal(streamed.dense(), weight.dequantize().to(torch.bfloat16))
     held = torch.full((96, k + 8), float("nan"), dtype=torch.bfloat16, device="cuda")
-    exact = inputs["x"].double() @ weight.data.double().T
-    full = linear(inputs["x"], (streamed,))
-    # one rounding to bf16 is at most 2**-8 of the value (half a unit of 2**-7); float32 sums add K * 2**-24 of the
-    # sum of magnitudes, which is below sqrt(K) for these inputs
-    bound = exact.abs() * 2**-8 + k**1.5 * 2**-24
+    out = torch.full((96, n + 3), float("nan"), dtype=torch.bfloat16, device="cuda")
+    exact, bound = x.double() @ weight.dequantize().double().T, product_bound(x, weight)
+    full = linear(x, (streamed,))
     for rows in ROWS:
         held.fill_(float("nan"))
-        held[:rows, :k] = inputs["x"][:rows]
-        y = linear(held[:rows, :k], (streamed,))
+        held[:rows, :k] = x[:rows]
+        out.fill_(float("nan"))
+        stream_product(held[:rows, :k], streamed, out[:rows, :n])
+        y = out[:rows, :n]
         assert bool(((y.double() - exact[:rows]).abs() <= bound[:rows]).all())
         assert torch.equal(y, full[:rows])
+        assert bool(out[rows:].isnan().all())
+        assert bool(out[:, n:].isnan().all())
+    # row 5 alone, from another place in memory
+    assert torch.equal(linear(x[5:6].clone(), (streamed,)), full[5:6])
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize("rows", [1, 16, 40, 100])
+def test_formats_side_by_side(rows: int, cubins: Path) -> None:
+    """FP8 rows and bf16 rows share an input, as in an FP8 release's delta net: each fills its own columns."""
+    x = torch.randn(rows, 2560, device="cuda").to(torch.bfloat16)
+    weights = [odd_weight(1000, 2560, "fp8_channel", "cuda"), odd_weight(96, 2560, "bf16", "cuda")]
+    streamed = [linear_repack(w, "cuda", cubins) for w in weights]
+    assert torch.equal(linear(x, streamed), torch.cat([linear(x, (w,)) for w in streamed], 1))
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize("name", list(CODINGS))
+def test_prefill_rounds_weights_once(name: str, cubins: Path) -> None:
+    x = torch.randn(200, 2560, device="cuda").to(torch.bfloat16)
+    weight = odd_weight(531, 2560, name, "cuda")
+    y = linear(x, (linear_repack(weight, "cuda", cubins),))
+    rounded = weight.dequantize().to(torch.bfloat16)
+    assert bool(((y.double() - x.double() @ rounded.double().T).abs() <= product_bound(x, weight) * 1.01).all())
 
 
 @pytest.mark.gpu

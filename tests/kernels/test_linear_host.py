@@ -1,7 +1,8 @@
-"""`linear.cu` itself, run on the CPU: a C++ compiler builds it against `host/stream.cuh`, a thread for every lane.
+"""`linear.cu` and `stream_dense.cu` run on the CPU: g++ builds them against `host/stream.cuh`, a thread for each lane.
 
 Guards against what a GPU would answer with a fault, a hang or a wrong value: addresses, alignment, sizes of shared
-memory, slot phases, the place of every fragment, and the order of sums, which must not depend on the row count.
+memory, slot phases, the place of every fragment, how codes are decoded and scaled, and the order of sums, which must
+not depend on the row count.
 """
 
 import ctypes
@@ -15,27 +16,48 @@ import pytest
 import torch
 from torch import Tensor
 
+from stepfloor.formats.codec import PackedWeight
 from stepfloor.kernels import linear as linear_module
-from stepfloor.kernels._stream import StreamPlan, pack_tape
+from stepfloor.kernels._stream import (
+    CODINGS,
+    WARPS,
+    StreamPlan,
+    dense_arguments,
+    dense_blocks,
+    dense_macros,
+    outer_scales,
+    pack_tape,
+)
 from stepfloor.kernels.linear import (
     Variant,
     kernel_macros,
     pack_arguments,
     plan_stream,
     shared_bytes,
+    spread_clusters,
 )
+from tests.kernels.streamed import odd_weight, product_bound
 
 HOST = Path(__file__).parent / "host"
+INCLUDE = Path(linear_module.__file__).parent / "include"
 COMPILER = shutil.which("g++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to build the kernel for the host")
 
-ENTRY = """
-extern "C" int run(const Arguments* a, u64 tape_bytes, u64 x_bytes, u64 shared_bytes) {
-  readable = {{a->tape, tape_bytes}, {(const u8*)a->x, x_bytes}};
-  return run_grid(GROUPS * SPLIT, SPLIT, THREADS, shared_bytes, [=] { linear_kernel(*a); });
+LINEAR = """
+extern "C" int run(const Arguments* a, u64 tape, u64 scales, u64 x, int blocks, int cluster, u64 shared_bytes) {
+  readable = {{a->tape, tape}, {(const u8*)a->scales, scales}, {(const u8*)a->x, x}};
+  return run_grid(blocks, cluster, THREADS, shared_bytes, [=] { linear_kernel(*a); });
+}
+"""
+DENSE = """
+extern "C" int run(const Arguments* a, u64 tape_bytes, u64 scale_bytes, int blocks) {
+  readable = {{a->tape, tape_bytes}, {(const u8*)a->scales, scale_bytes}};
+  return run_grid(blocks, 1, THREADS, 0, [=] { dense_kernel(*a); });
 }
 """
 SHORT, TALL, TWO = Variant(1, False), Variant(1, True), Variant(2, True)
+TWO_BUFFERS = Variant(2, True, 1, 3, 1, 2)
+QUANTIZED = [name for name in CODINGS if name not in ("bf16", "fp8_tensor")]
 CASES = {
     "warps share rows": (plan_stream(40, 640, 4), [SHORT, TALL, TWO]),
     "several passes": (plan_stream(151, 2560, 2), [SHORT, TALL, Variant(1, True, 5, 2), Variant(2, True, 5, 3)]),
@@ -44,52 +66,145 @@ CASES = {
     "padded columns": (plan_stream(37, 48, 4), [SHORT, TALL, TWO]),
     "passes of several pieces": (plan_stream(70, 4096, 1), [SHORT, TALL]),
 }
+# a block's rows and its slices' columns cross blocks of 128, the last pass is short, the last block has dead rows
+PASSES = StreamPlan(139, 512, 1, 8, 1, 70, 16, 2, 2, 2)
+CLUSTER = StreamPlan(13, 992, 2, 8, 1, 13, 13, 2, 2, 1)  # the last slice has padded columns
+SHARED = StreamPlan(43, 224, 1, 2, 4, 6, 6, 4, 4, 1)  # warps share rows
+PIECES = StreamPlan(20, 1024, 1, 8, 1, 5, 5, 4, 2, 2)  # two pieces
+# nine blocks of the plan, two passes each, for one cluster: more than its warps take at once
+SPREAD = StreamPlan(87, 512, 1, 8, 1, 10, 8, 2, 2, 2)
+
+
+def in_format(name: str, plan: StreamPlan, kind: str, variants: list[Variant], quick: str = "") -> object:
+    """One plan in one format; slow where its path is also taken by a quick one."""
+    marks = [] if name in quick.split() else [pytest.mark.slow]
+    return pytest.param(replace(plan, format=name), variants, id=f"{name}-{kind}", marks=marks)
+
+
+FORMAT_CASES = [
+    *(in_format(name, PASSES, "passes", [SHORT, TALL], "fp8_channel fp8_block mxfp8 nvfp4") for name in QUANTIZED),
+    *(in_format(name, CLUSTER, "cluster", [SHORT, TALL, TWO], "nvfp4") for name in QUANTIZED),
+    *(in_format(name, SHARED, "shared", [SHORT, TALL], "fp8_block") for name in QUANTIZED),
+]
+SPREAD_CASES = [
+    *(
+        in_format(name, SPREAD, "spread", [TALL, Variant(2, True, 2, 2, together, 1)], "bf16 nvfp4")
+        for name, together in (("bf16", 4), ("fp8_channel", 2), ("mxfp8", 2), ("nvfp4", 1))
+    ),
+    in_format("mxfp8", PIECES, "pieces", [TALL, Variant(2, True, 1, 3, 1, 1)], "mxfp8"),
+    in_format("bf16", replace(SPREAD, k=496), "two buffers", [TALL, TWO_BUFFERS, replace(TWO_BUFFERS, tiles=3)]),
+]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_kernel_on_the_host(case: str, tmp_path: Path) -> None:
     plan, variants = CASES[case]
+    check(plan, variants, tmp_path)
+
+
+@pytest.mark.parametrize(("plan", "variants"), FORMAT_CASES)
+def test_formats_on_the_host(plan: StreamPlan, variants: list[Variant], tmp_path: Path) -> None:
+    check(plan, variants, tmp_path)
+
+
+@pytest.mark.parametrize(("plan", "variants"), SPREAD_CASES)
+def test_slices_spread_over_a_cluster(plan: StreamPlan, variants: list[Variant], tmp_path: Path) -> None:
+    """The same bits as the ring kernel gives, whose sums meet in one block."""
+    check(plan, variants, tmp_path)
+
+
+def check(plan: StreamPlan, variants: list[Variant], directory: Path) -> None:
+    """Right values, the same bits from every variant and for every number of rows, no fault."""
     make = torch.Generator().manual_seed(0)
-    w = (torch.randn(plan.n, plan.k, generator=make) / plan.k**0.5).to(torch.bfloat16)
+    weight = odd_weight(plan.n, plan.k, plan.format)
     x = torch.randn(20, plan.k, generator=make).to(torch.bfloat16)
-    tape = pack_tape(w, plan)
-    exact = x.double() @ w.double().T
-    # one rounding to bf16, and float32 sums of K terms whose magnitudes add up to less than sqrt(K)
-    bound = exact.abs() * 2**-8 + plan.k**1.5 * 2**-24
+    tape, scales = pack_tape(weight, plan), outer_scales(weight)
+    exact = x.double() @ weight.dequantize().double().T
+    bound = product_bound(x, weight)
     longest = x.new_empty((0, plan.n))
     for variant in variants:
-        library = build(plan, variant, tmp_path)
-        for rows in (3, min(20, variant.max_rows)):
-            y = run(library, plan, variant, tape, x[:rows])
+        library = build(plan, variant, directory)
+        for rows in (3, min(20, variant.max_rows)) if variant.together == 0 else (20,):
+            y = run(library, plan, variant, tape, scales, x[:rows])
             assert bool(((y.double() - exact[:rows]).abs() <= bound[:rows]).all())
             shared_rows = min(rows, longest.shape[0])
             assert torch.equal(y[:shared_rows], longest[:shared_rows])
             longest = y if rows > longest.shape[0] else longest
 
 
+@pytest.mark.parametrize("name", list(CODINGS))
+def test_dense_matrix_is_the_decoded_one(name: str, tmp_path: Path) -> None:
+    """Every code of every format comes back, rounded once, from rows and columns that end inside of blocks."""
+    plan = StreamPlan(259, 480, 2, 4, 2, 33, 16, 2, 2, 1, name)
+    weight = odd_weight(259, 480, name)
+    assert torch.equal(dense(plan, weight, (1, 259, 259), tmp_path), weight.dequantize().to(torch.bfloat16))
+
+
+def test_dense_matrix_in_the_order_of_streams(tmp_path: Path) -> None:
+    """Rows of the tape as hc_mix orders them: blocks of 3 channels of 2 streams, the last of 2 channels."""
+    plan = StreamPlan(18, 64, 1, 1, 8, 1, 1, 2, 2, 1, "fp8_channel")
+    weight = odd_weight(16, 64, "fp8_channel")
+    order = torch.tensor(
+        [s * 8 + c if c < 8 else 16 for b in range(3) for s in range(2) for c in range(3 * b, 3 * b + 3)]
+    )
+    found = dense(plan, weight, (2, 8, 3), tmp_path, order)
+    assert torch.equal(found, weight.dequantize().to(torch.bfloat16))
+
+
+def dense(
+    plan: StreamPlan, weight: PackedWeight, order: tuple[int, int, int], directory: Path, rows: Tensor | None = None
+) -> Tensor:
+    """What `stream_dense.cu` makes of a tape."""
+    tape, scales = pack_tape(weight, plan, rows), outer_scales(weight)
+    if scales is not None and rows is not None:
+        scales = torch.cat((scales, scales.new_zeros(1)))[rows]
+    text = (INCLUDE.parent / "stream_dense.cu").read_text(encoding="utf-8") + DENSE
+    library = compiled(text, dense_macros(plan, order), directory / "dense.cpp")
+    out = torch.full((weight.shape[0] + 1, plan.k), torch.nan, dtype=torch.bfloat16)
+    library.run.argtypes = [ctypes.c_void_p, *[ctypes.c_uint64] * 2, ctypes.c_int]
+    arguments = ctypes.create_string_buffer(dense_arguments(tape, scales, out))
+    assert library.run(arguments, tape.numel(), size(scales), dense_blocks(plan, order)) == 0
+    assert bool(out[-1].isnan().all())
+    return out[:-1]
+
+
 def build(plan: StreamPlan, variant: Variant, directory: Path) -> ctypes.CDLL:
     """The kernel of a plan as a shared library."""
-    text = Path(linear_module.__file__).with_suffix(".cu").read_text(encoding="utf-8")
-    text = re.sub(r"extern __shared__ .*? shared\[\];", "u8* shared = block_shared;", text) + ENTRY
-    source = directory / f"{variant.tiles}{variant.tall}{variant.stage_steps}{variant.stages}.cpp"
+    text = (INCLUDE.parent / "linear.cu").read_text(encoding="utf-8")
+    text = re.sub(r"extern __shared__ .*? shared\[\];", "u8* shared = block_shared;", text) + LINEAR
+    name = re.sub(r"\W+", "-", str(variant))
+    return compiled(text, kernel_macros(plan, variant), directory / f"{name}.cpp")
+
+
+def compiled(text: str, macros: dict[str, int], source: Path) -> ctypes.CDLL:
+    """A kernel as a shared library."""
     source.write_text(text, encoding="utf-8")
-    macros = [f"-D{name}={value}" for name, value in kernel_macros(plan, variant).items()]
+    defines = [f"-D{name}={value}" for name, value in macros.items()]
     target = source.with_suffix(".so")
-    options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", "-I", str(HOST)]
-    subprocess.run([str(COMPILER), *options, *macros, "-o", str(target), str(source)], check=True)
+    include = ["-I", str(HOST), "-idirafter", str(INCLUDE)]
+    options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", *include]
+    subprocess.run([str(COMPILER), *options, *defines, "-o", str(target), str(source)], check=True)
     return ctypes.CDLL(str(target))
 
 
-def run(library: ctypes.CDLL, plan: StreamPlan, variant: Variant, tape: Tensor, x: Tensor) -> Tensor:
+def run(
+    library: ctypes.CDLL, plan: StreamPlan, variant: Variant, tape: Tensor, scales: Tensor | None, x: Tensor
+) -> Tensor:
     """The kernel's output, with NaN around the input and a check of what it must leave alone."""
     rows, n = x.shape[0], plan.n
     held = torch.full((rows, plan.k + 8), torch.nan, dtype=torch.bfloat16)
     held[:, : plan.k] = x
     out = torch.full((rows + 2, n + 3), torch.nan, dtype=torch.bfloat16)
-    arguments = ctypes.create_string_buffer(pack_arguments(tape, held[:, : plan.k], out[:rows]))
-    library.run.argtypes = [ctypes.c_void_p, *[ctypes.c_uint64] * 3]
-    faults = library.run(arguments, tape.numel(), held.numel() * 2, shared_bytes(plan, variant))
-    assert faults == 0
+    arguments = ctypes.create_string_buffer(pack_arguments(tape, held[:, : plan.k], out[:rows], scales))
+    library.run.argtypes = [ctypes.c_void_p, *[ctypes.c_uint64] * 3, ctypes.c_int, ctypes.c_int, ctypes.c_uint64]
+    blocks, cluster = (spread_clusters(plan) * WARPS, WARPS) if variant.together else (plan.blocks, plan.split)
+    limits = (tape.numel(), size(scales), held.numel() * 2)
+    assert library.run(arguments, *limits, blocks, cluster, shared_bytes(plan, variant)) == 0
     assert bool(out[rows:].isnan().all())
     assert bool(out[:, n:].isnan().all())
     return out[:rows, :n]
+
+
+def size(t: Tensor | None) -> int:
+    """Bytes of a tensor."""
+    return 0 if t is None else t.numel() * t.element_size()

@@ -1,5 +1,6 @@
 """Down projections, weighted sum and shared expert."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,7 +8,17 @@ import torch
 from torch import Tensor
 
 from stepfloor.formats.codec import quantize
-from stepfloor.kernels.moe_down import moe_down, moe_down_inputs
+from stepfloor.kernels._experts import pack_experts
+from stepfloor.kernels._grouped import WIDE, Tiles
+from stepfloor.kernels.moe_down import (
+    DECODE,
+    PREFILL,
+    SLICES,
+    down_grouped,
+    moe_down,
+    moe_down_inputs,
+    moe_down_reference,
+)
 from stepfloor.kernels.moe_gate_up import moe_gate_up
 from tests.kernels.compare import (
     MATRIX_FORMATS,
@@ -20,9 +31,12 @@ from tests.kernels.compare import (
     twin,
     with_weights,
 )
+from tests.kernels.compiled import Case, assert_compiles
+from tests.kernels.grouped import crowded, moved, poison_new_tensors
 from tests.kernels.source import Recording, as_stored
 
 DTYPES = [torch.float32, torch.bfloat16]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PER_ROW = ("hidden", "ids", "weights", "shared_hidden", "shared_gate")
 
 
@@ -144,3 +158,115 @@ def test_rows_do_not_disturb_each_other(d: int, width: int, shared: int, dtype: 
 def test_disagreeing_shapes_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         moe_down(**{**moe_down_inputs(3, 19, 11, 13, 4, 2, "fp32", torch.float32, "cpu"), **change})
+
+
+def grouped(inputs: dict[str, Any], **how: Any) -> Tensor:
+    """The Triton kernels, the shared expert's rows apart from each other."""
+    placed = moved(inputs, DEVICE)
+    rows = placed["shared_hidden"]
+    held = torch.full((rows.shape[0] + 1, rows.shape[1] + 8), torch.nan, dtype=rows.dtype, device=DEVICE)
+    held[:-1, :-8] = rows
+    return down_grouped(**{**placed, "shared_hidden": held[:-1, :-8]}, **how).cpu()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ordered"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, False)], ids=str
+)
+@pytest.mark.parametrize("name", MATRIX_FORMATS)
+def test_kernel_is_the_reference(name: str, dtype: torch.dtype, ordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes that fill no tile, two tiles of rows on one expert and of the shared one, experts nobody chose."""
+    inputs = moe_down_inputs(19, 70, 160, 96, 6, 2, name, dtype, "cpu")
+    inputs["ids"] = crowded(19, 6, 2)
+    inputs["shared_down"] = (quantize(inputs["shared_down"][0].dequantize(), name),)
+    poison_new_tensors(monkeypatch)
+    ours, wanted = grouped(inputs, ordered=ordered), moe_down_reference(**inputs)
+    assert_within(ours, wanted, 2 * roundings_bound(inputs, dtype))
+    assert_rounded_alike(ours, wanted)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize(
+    ("d", "width", "shared", "experts", "topk"), [(256, 48, 64, 8, 2), (52, 22, 18, 11, 3), (64, 32, 7, 4, 4)]
+)
+def test_kernel_at_sizes_of_small_models(
+    d: int, width: int, shared: int, experts: int, topk: int, ordered: bool
+) -> None:
+    inputs = moe_down_inputs(5, d, width, shared, experts, topk, "bf16", torch.bfloat16, "cpu")
+    ours, wanted = grouped(inputs, ordered=ordered), moe_down_reference(**inputs)
+    assert_within(ours, wanted, 2 * roundings_bound(inputs, torch.bfloat16))
+    assert_rounded_alike(ours, wanted)
+
+
+def test_formats_of_experts_and_shared_expert_may_differ() -> None:
+    inputs = moe_down_inputs(3, 48, 32, 64, 5, 2, "fp8_channel", torch.bfloat16, "cpu")
+    for name in ("fp32", "nvfp4", "fp8_block"):
+        inputs["shared_down"] = (quantize(inputs["shared_down"][0].dequantize(), name),)
+        assert_rounded_alike(grouped(inputs), moe_down_reference(**inputs))
+    # two matrices side by side, as where one of them could not be stacked
+    whole = inputs["shared_down"][0].dequantize()
+    inputs["shared_down"] = (quantize(whole[:16], "bf16"), quantize(whole[16:], "fp8_channel"))
+    assert_rounded_alike(grouped(inputs), moe_down_reference(**inputs))
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_rows_of_the_kernel_do_not_disturb_each_other(ordered: bool) -> None:
+    inputs = moe_down_inputs(19, 52, 22, 18, 6, 2, "bf16", torch.bfloat16, "cpu")
+    inputs["ids"] = crowded(19, 6, 2)
+    together = grouped(inputs, ordered=ordered)
+    for some in ([18], [3, 1, 17], list(range(18, 1, -1))):
+        part = {**inputs, **{key: inputs[key][some] for key in PER_ROW}}
+        assert_same(grouped(part, ordered=ordered), together[some])
+
+
+def test_tiled_experts_are_decoded_some_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shared expert comes with the first slice alone."""
+    monkeypatch.setattr("stepfloor.kernels._grouped.EXPERTS_AT_ONCE", 2)
+    inputs = moved(moe_down_inputs(9, 64, 48, 32, 5, 3, "nvfp4", torch.bfloat16, "cpu"), DEVICE)
+    whole = down_grouped(**inputs, ordered=True)
+    poison_new_tensors(monkeypatch)
+    tiled = pack_experts(inputs["down"], SLICES, False, tmp_path)
+    assert_rounded_alike(down_grouped(**{**inputs, "down": tiled}), whole)
+
+
+def compile_case(cut: Tiles, n: int, k: int, codes: str, scaling: str, **changes: Any) -> Case:
+    """The kernel for matrices [n, k] and a shared expert of that size and format."""
+    wide, ordered, arch = (
+        changes.get(key, default) for key, default in (("wide", 0), ("ordered", False), ("arch", 90))
+    )
+    value = "*fp32" if wide else "*bf16"
+    orders = ("order_ptr", "pair_starts_ptr", "tile_starts_ptr", "tile_experts_ptr")
+    pointers = {"x_ptr": value, "out_ptr": value, "ids_ptr": "*i64", **dict.fromkeys(orders, "*i32")}
+    pointers |= {"data_ptr": value if codes == "plain" else "*u8", "scale_ptr": "*u8", "factor_ptr": "*fp32"}
+    pointers |= {
+        f"shared_{name}": pointers[name] for name in ("x_ptr", "out_ptr", "data_ptr", "scale_ptr", "factor_ptr")
+    }
+    absent = () if ordered else orders
+    absent += () if codes in ("mxfp8", "nvfp4") else ("scale_ptr", "shared_scale_ptr")
+    absent += () if scaling != "none" else ("factor_ptr", "shared_factor_ptr")
+    cut = cut.fit(n, k)
+    constants: dict[str, Any] = dict.fromkeys(absent)
+    constants |= {"EXPERTS": 512, "HELD": 512, "ORDERED": ordered, "N": n, "K": k, "CODES": codes, "SCALING": scaling}
+    constants |= {"WIDE": wide, "NATIVE": arch >= 89, "SHARED_K": k, "SHARED_CODES": codes}
+    constants |= {"SHARED_SCALING": scaling, "SHARED_WIDE": wide, "BLOCK_M": cut.rows, "BLOCK_N": cut.columns}
+    constants |= {"BLOCK_K": cut.depth, "CHUNK": 64, "PDL": arch >= 90}
+    integers = ("x_stride", "shared_x_stride", "pairs", "first", "groups", "shared_rows")
+    aligned = (*pointers, *(("x_stride", "shared_x_stride") if k % 16 == 0 else ()))
+    where = "stepfloor.kernels.moe_down", "_products_kernel"
+    return Case(*where, {**pointers, **dict.fromkeys(integers, "i32")}, constants, cut.warps, arch, cut.stages, aligned)
+
+
+def test_kernels_compile() -> None:
+    """The formats at the release's sizes, a small model in float32, and a GPU without FP8."""
+    tensors = ("products_ptr", "weights_ptr", "gate_ptr", "shared_ptr", "out_ptr")
+    sizes = {"N": 2560, "TOPK": 10, "BLOCK_N": 1024, "PDL": True}
+    assert_compiles(
+        [
+            compile_case(DECODE, 2560, 640, "plain", "none"),
+            compile_case(DECODE, 2560, 640, "fp8", "block"),
+            compile_case(DECODE, 2560, 640, "nvfp4", "expert"),
+            compile_case(PREFILL, 2560, 640, "plain", "none", ordered=True),
+            compile_case(WIDE, 52, 22, "plain", "none", wide=True),
+            compile_case(DECODE, 2560, 640, "mxfp8", "none", arch=80),
+            Case("stepfloor.kernels.moe_down", "_sum_kernel", dict.fromkeys(tensors, "*bf16"), sizes, aligned=tensors),
+        ]
+    )

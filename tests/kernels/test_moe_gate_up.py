@@ -1,5 +1,6 @@
 """Gate and up projections of the chosen experts."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +9,17 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from stepfloor.formats.codec import PackedWeight
-from stepfloor.kernels.moe_gate_up import moe_gate_up, moe_gate_up_inputs
+from stepfloor.kernels._experts import pack_experts
+from stepfloor.kernels._grouped import WIDE, Tiles
+from stepfloor.kernels.moe_gate_up import (
+    DECODE,
+    PREFILL,
+    WARPS,
+    gate_up_grouped,
+    moe_gate_up,
+    moe_gate_up_inputs,
+    moe_gate_up_reference,
+)
 from tests.kernels.compare import (
     MATRIX_FORMATS,
     UNIT,
@@ -20,9 +31,12 @@ from tests.kernels.compare import (
     twin,
     with_weights,
 )
+from tests.kernels.compiled import Case, assert_compiles
+from tests.kernels.grouped import crowded, moved, poison_new_tensors
 from tests.kernels.source import Recording, as_stored
 
 DTYPES = [torch.float32, torch.bfloat16]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def one_by_one(x: Tensor, ids: Tensor, matrices: Tensor) -> Tensor:
@@ -122,3 +136,104 @@ def test_rows_do_not_disturb_each_other(d: int, width: int, dtype: torch.dtype) 
 def test_disagreeing_shapes_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         moe_gate_up(**{**moe_gate_up_inputs(3, 19, 11, 4, 2, "fp32", torch.float32, "cpu"), **change})
+
+
+def grouped(inputs: dict[str, Any], **how: Any) -> Tensor:
+    """The Triton kernel on rows that NaN surrounds."""
+    placed = moved(inputs, DEVICE)
+    x = placed["x"]
+    held = torch.full((x.shape[0] + 1, x.shape[1] + 8), torch.nan, dtype=x.dtype, device=DEVICE)
+    held[:-1, :-8] = x
+    return gate_up_grouped(held[:-1, :-8], placed["ids"], placed["gate_up"], **how).cpu()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ordered"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, False)], ids=str
+)
+@pytest.mark.parametrize("name", MATRIX_FORMATS)
+def test_kernel_is_the_reference(name: str, dtype: torch.dtype, ordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes that fill no tile, two tiles of rows on one expert, experts nobody chose."""
+    inputs = moe_gate_up_inputs(19, 160, 70, 6, 2, name, dtype, "cpu")
+    inputs["ids"] = crowded(19, 6, 2)
+    poison_new_tensors(monkeypatch)
+    ours, wanted = grouped(inputs, ordered=ordered), moe_gate_up_reference(**inputs)
+    assert_within(ours, wanted, bound(inputs["x"], inputs["ids"], inputs["gate_up"].dequantize(), 2.0**-22, dtype))
+    assert_rounded_alike(ours, wanted)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize(("d", "width", "experts", "topk"), [(256, 48, 8, 2), (52, 22, 11, 3)])
+def test_kernel_at_sizes_of_small_models(d: int, width: int, experts: int, topk: int, ordered: bool) -> None:
+    inputs = moe_gate_up_inputs(5, d, width, experts, topk, "bf16", torch.bfloat16, "cpu")
+    ours, wanted = grouped(inputs, ordered=ordered), moe_gate_up_reference(**inputs)
+    assert_within(ours, wanted, bound(inputs["x"], inputs["ids"], inputs["gate_up"].dequantize(), 0.0, torch.bfloat16))
+    assert_rounded_alike(ours, wanted)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_rows_of_the_kernel_do_not_disturb_each_other(ordered: bool) -> None:
+    """A row's place in its tile, and the rows there, depend on all that were chosen."""
+    inputs = moe_gate_up_inputs(19, 52, 22, 6, 2, "bf16", torch.bfloat16, "cpu")
+    inputs["ids"] = crowded(19, 6, 2)
+    together = grouped(inputs, ordered=ordered)
+    for some in ([18], [3, 1, 17], list(range(18, 1, -1))):
+        part = {**inputs, "x": inputs["x"][some], "ids": inputs["ids"][some]}
+        assert_same(grouped(part, ordered=ordered), together[some])
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_ids_of_padding_rows_may_be_anything(ordered: bool) -> None:
+    """Rows of a padded step are not finite, and what they chose must not be looked up outside."""
+    inputs = moe_gate_up_inputs(4, 32, 16, 5, 2, "bf16", torch.bfloat16, "cpu")
+    wild = inputs["ids"].clone()
+    wild[2] = torch.tensor([-(2**40), 2**40 + 7])
+    kept = [0, 1, 3]
+    ours = grouped({**inputs, "ids": wild}, ordered=ordered)
+    assert_same(ours[kept], grouped(inputs, ordered=ordered)[kept])
+
+
+def test_tiled_experts_are_decoded_some_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices that do not divide the experts; the last has one."""
+    monkeypatch.setattr("stepfloor.kernels._grouped.EXPERTS_AT_ONCE", 2)
+    inputs = moved(moe_gate_up_inputs(9, 64, 16, 5, 3, "nvfp4", torch.bfloat16, "cpu"), DEVICE)
+    tiled = pack_experts(inputs["gate_up"], WARPS, True, tmp_path)
+    whole = gate_up_grouped(**inputs, ordered=True)
+    assert_rounded_alike(gate_up_grouped(**{**inputs, "gate_up": tiled}), whole)
+
+
+def compile_case(cut: Tiles, n: int, k: int, codes: str, scaling: str, **changes: Any) -> Case:
+    """The kernel for matrices [n, k], as the model's sizes specialise it."""
+    wide, ordered, arch = (
+        changes.get(key, default) for key, default in (("wide", 0), ("ordered", False), ("arch", 90))
+    )
+    value = "*fp32" if wide else "*bf16"
+    orders = ("order_ptr", "pair_starts_ptr", "tile_starts_ptr", "tile_experts_ptr")
+    pointers = {"x_ptr": value, "out_ptr": value, "ids_ptr": "*i64", **dict.fromkeys(orders, "*i32")}
+    pointers |= {"data_ptr": value if codes == "plain" else "*u8", "scale_ptr": "*u8", "factor_ptr": "*fp32"}
+    absent = () if ordered else orders
+    absent += () if codes in ("mxfp8", "nvfp4") else ("scale_ptr",)
+    absent += () if scaling != "none" else ("factor_ptr",)
+    cut = cut.fit(n // 2, k)
+    constants: dict[str, Any] = dict.fromkeys(absent)
+    constants |= {"EXPERTS": 512, "HELD": 512, "TOPK": 10, "ORDERED": ordered, "N": n, "K": k, "CODES": codes}
+    constants |= {"SCALING": scaling, "WIDE": wide, "NATIVE": arch >= 89, "BLOCK_M": cut.rows}
+    constants |= {"BLOCK_N": cut.columns, "BLOCK_K": cut.depth, "CHUNK": 64, "PDL": arch >= 90}
+    signature = {**pointers, "x_stride": "i32", "pairs": "i32", "first": "i32"}
+    aligned = (*pointers, *(("x_stride",) if k % 16 == 0 else ()))
+    where = "stepfloor.kernels.moe_gate_up", "_gate_up_kernel"
+    return Case(*where, signature, constants, cut.warps, arch, cut.stages, aligned)
+
+
+def test_kernel_compiles() -> None:
+    """The formats at the release's sizes, a small model in float32, and a GPU without FP8."""
+    assert_compiles(
+        [
+            compile_case(DECODE, 1280, 2560, "plain", "none"),
+            compile_case(DECODE, 1280, 2560, "fp8", "row"),
+            compile_case(DECODE, 1280, 2560, "nvfp4", "expert"),
+            compile_case(PREFILL, 1280, 2560, "plain", "expert", ordered=True),
+            compile_case(PREFILL, 1280, 2560, "fp8", "block", ordered=True),
+            compile_case(WIDE, 44, 52, "plain", "none", wide=True),
+            compile_case(DECODE, 1280, 2560, "mxfp8", "none", arch=80),
+        ]
+    )

@@ -1,5 +1,6 @@
 """The streamed experts: their plans and cubins without a GPU, their results on one through the public functions."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepfloor.formats.codec import PackedWeight
-from stepfloor.kernels._experts import SHARED_LIMIT, TiledExperts, pack_experts
+from stepfloor.formats.codec import PackedWeight, quantize
+from stepfloor.kernels._experts import SHARED_LIMIT, TiledExperts, decode_experts, decode_macros, pack_experts
 from stepfloor.kernels._jit import compile_cuda, missing_for_cuda
 from stepfloor.kernels.moe_down import (
     SLICES,
@@ -16,6 +17,7 @@ from stepfloor.kernels.moe_down import (
     TiledShared,
     moe_down,
     moe_down_inputs,
+    moe_down_reference,
     moe_down_repack,
     pack_shared,
     plan_down,
@@ -25,11 +27,14 @@ from stepfloor.kernels.moe_gate_up import (
     GateUpPlan,
     moe_gate_up,
     moe_gate_up_inputs,
+    moe_gate_up_reference,
     moe_gate_up_repack,
     plan_gate_up,
 )
-from stepfloor.kernels.moe_route import moe_route_products, moe_route_products_reference, route_macros
-from tests.kernels import test_moe_down
+from stepfloor.kernels.moe_route import moe_route, moe_route_reference, route_macros
+from tests.kernels import test_moe_down, test_moe_gate_up
+from tests.kernels.compare import assert_within
+from tests.kernels.grouped import poison_new_tensors
 
 ROWS = (1, 2, 4, 8, 16, 64, 80)
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -70,6 +75,27 @@ def test_route_compiles(arch: str, tmp_path: Path) -> None:
     assert cubin.startswith(b"\x7fELF")
 
 
+@pytest.mark.skipif(NO_NVRTC is not None, reason=NO_NVRTC or "")
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
+def test_decoding_compiles(arch: str, tmp_path: Path) -> None:
+    for macros in (decode_macros((1280, 2560), WARPS, 5, True), decode_macros((2560, 640), SLICES, 5, False)):
+        assert compile_cuda("_experts.cu", macros, arch, tmp_path).startswith(b"\x7fELF")
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize(("n", "k", "slices", "paired"), [(1280, 2560, WARPS, True), (2560, 640, SLICES, False)])
+def test_decoding_is_exact(n: int, k: int, slices: int, paired: bool, tmp_path: Path) -> None:
+    weight = moe_gate_up_inputs(1, k, n // 2, 12, 1, "nvfp4", torch.bfloat16, "cuda")["gate_up"]
+    assert isinstance(weight, PackedWeight)
+    weight = replace(weight, scale_2=torch.full((12,), 0.5, device="cuda"))  # whose products are exact
+    tiled = pack_experts(weight, slices, paired, tmp_path)
+    out = torch.full((6, n, k), torch.nan, dtype=torch.bfloat16, device="cuda")
+    factor = decode_experts(tiled, 7, out[:5])
+    assert torch.equal(out[:5].float() * factor[:, None, None], weight.dequantize()[7:])
+    assert bool(out[5].isnan().all())
+
+
 @pytest.mark.gpu
 @GPU
 @pytest.mark.parametrize(("experts", "topk", "channels"), [(512, 10, 640), (8, 2, 64), (37, 32, 5)])
@@ -77,9 +103,9 @@ def test_route_is_the_reference(experts: int, topk: int, channels: int) -> None:
     """Choices equal, ties to the lower id; values at most one bf16 step apart, where two exponentials differ."""
     products = torch.randn(80, experts + 2 * channels + 1, device="cuda").to(torch.bfloat16)
     products[3, :experts] = 0.25
-    found = moe_route_products(products, experts, topk, True)
+    found = moe_route(products, experts, topk, True)
     # on the CPU: equal logits then have equal probabilities to the last bit here as there
-    wanted = moe_route_products_reference(products.cpu(), experts, topk, True)
+    wanted = moe_route_reference(products.cpu(), experts, topk, True)
     assert torch.equal(found[0].cpu(), wanted[0])
     for ours, theirs in zip(found[1:], wanted[1:], strict=True):
         assert bool(((ours.cpu().float() - theirs.float()).abs() <= theirs.float().abs() * 2**-7).all())
@@ -91,7 +117,7 @@ def test_repack_stays_with_torch_where_it_must(caplog: pytest.LogCaptureFixture)
         down, shared = moe_down_repack(inputs["down"], inputs["shared_down"], 2, "cpu")
     assert isinstance(down, PackedWeight)
     assert isinstance(shared[0], PackedWeight)
-    assert "stay with torch" in caplog.text
+    assert "are not tiled" in caplog.text
 
 
 def test_tiled_weights_on_the_cpu_are_the_reference(tmp_path: Path) -> None:
@@ -160,6 +186,106 @@ def test_down_against_float64(
     for rows in ROWS if fused else ():
         assert torch.equal(some(slice(rows)), full[:rows])
         assert torch.equal(some(slice(85 - rows, 85)), full[-rows:])
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize("name", ["bf16", "fp8_channel", "fp8_block", "mxfp8", "nvfp4"])
+def test_other_formats_at_the_releases_sizes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right values, a row's bits its own, and a captured graph that reads ids and rows when it runs."""
+    first: dict[str, Any] = moe_gate_up_inputs(80, 2560, 640, 48, 10, name, torch.bfloat16, "cuda")
+    second: dict[str, Any] = moe_down_inputs(80, 2560, 640, 640, 48, 10, name, torch.bfloat16, "cuda")
+    first["ids"][:, 0], first["ids"][:, 1:] = 47, first["ids"][:, 1:] % 47  # 80 rows on one expert
+    second |= {"hidden": moe_gate_up_reference(**first), "ids": first["ids"]}
+    poison_new_tensors(monkeypatch)
+    hidden, y = moe_gate_up(**first), moe_down(**second)
+    matrices = first["gate_up"].dequantize()
+    for start in range(0, 80, 8):
+        part = slice(start, start + 8)
+        wanted = test_moe_gate_up.bound(first["x"][part], first["ids"][part], matrices, 2.0**-22, torch.bfloat16)
+        assert_within(hidden[part], second["hidden"][part], wanted)
+        few = {**second, **{key: second[key][part] for key in test_moe_down.PER_ROW}}
+        bound = 2 * test_moe_down.roundings_bound(few, torch.bfloat16)
+        assert_within(y[part], moe_down_reference(**few), bound)
+    for rows in (1, 4, 16, 64):
+        some = {**second, **{key: second[key][-rows:] for key in test_moe_down.PER_ROW}}
+        assert torch.equal(moe_gate_up(first["x"][-rows:], first["ids"][-rows:], first["gate_up"]), hidden[-rows:])
+        assert torch.equal(moe_down(**some), y[-rows:])
+    held = {key: first[key][:4].clone() for key in ("x", "ids")}
+    moe_gate_up(**held, gate_up=first["gate_up"])  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = moe_gate_up(**held, gate_up=first["gate_up"])
+    for start in (0, 40):
+        for key, value in held.items():
+            value.copy_(first[key][start : start + 4])
+        graph.replay()
+        assert torch.equal(captured, hidden[start : start + 4])
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize("name", ["bf16", "fp8_block", "nvfp4"])
+@pytest.mark.parametrize("tiled", [True, False])
+def test_a_prompt_chunk(name: str, tiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sorted pairs, tiled experts decoded in slices: as the decode kernels to a few roundings, rows on their own."""
+    if tiled and name != "nvfp4":
+        pytest.skip("only nvfp4 experts are tiled")
+    first: dict[str, Any] = moe_gate_up_inputs(700, 2560, 640, 200, 10, name, torch.bfloat16, "cuda")
+    second: dict[str, Any] = moe_down_inputs(700, 2560, 640, 640, 200, 10, name, torch.bfloat16, "cuda")
+    second["ids"] = first["ids"]
+    few = slice(0, 8)
+    hidden_wanted = moe_gate_up_reference(first["x"][few], first["ids"][few], first["gate_up"])
+    part = {**second, **{key: second[key][few] for key in test_moe_down.PER_ROW}}
+    y_wanted, y_bound = moe_down_reference(**part), 2 * test_moe_down.roundings_bound(part, torch.bfloat16)
+    matrices = first["gate_up"].dequantize()
+    bound = test_moe_gate_up.bound(first["x"][few], first["ids"][few], matrices, 2.0**-22, torch.bfloat16)
+    if tiled:
+        first["gate_up"] = moe_gate_up_repack(first["gate_up"], 10, "cuda", tmp_path)
+        down, shared = moe_down_repack(second["down"], second["shared_down"], 10, "cuda", tmp_path)
+        second |= {"down": down, "shared_down": shared}
+    poison_new_tensors(monkeypatch)
+    hidden, y = moe_gate_up(**first), moe_down(**second)
+    assert bool(hidden.isfinite().all())
+    assert bool(y.isfinite().all())
+    assert_within(hidden[few], hidden_wanted, bound)
+    assert_within(y[few], y_wanted, y_bound)
+    fewer = {**second, **{key: second[key][-400:] for key in test_moe_down.PER_ROW}}
+    assert torch.equal(moe_gate_up(first["x"][-400:], first["ids"][-400:], first["gate_up"]), hidden[-400:])
+    assert torch.equal(moe_down(**fewer), y[-400:])
+
+
+@pytest.mark.gpu
+@GPU
+def test_formats_may_be_mixed(tmp_path: Path) -> None:
+    """bf16 gate/up before the streamed down kernel, which reads ids early; a shared expert that it cannot take."""
+    first: dict[str, Any] = moe_gate_up_inputs(4, 2560, 640, 32, 10, "bf16", torch.bfloat16, "cuda")
+    second: dict[str, Any] = moe_down_inputs(4, 2560, 640, 640, 32, 10, "nvfp4", torch.bfloat16, "cuda")
+    second["shared_down"] = (quantize(second["shared_down"][0].dequantize(), "fp8_channel"),)
+    down, shared = moe_down_repack(second["down"], second["shared_down"], 10, "cuda", tmp_path)
+    assert isinstance(down, TiledExperts)
+    assert isinstance(shared[0], PackedWeight)
+
+    def chain(y: Tensor) -> Tensor:
+        for i in range(6):
+            ids = (first["ids"] + i) % 32  # written shortly before it is read
+            hidden = moe_gate_up(y, ids, first["gate_up"])
+            y = moe_down(hidden, ids, second["weights"], down, second["shared_hidden"], second["shared_gate"], shared)
+        return y
+
+    y = first["x"]
+    hidden = moe_gate_up(y, first["ids"], first["gate_up"])
+    alone = {**second, "hidden": hidden, "ids": first["ids"]}
+    bound = 2 * test_moe_down.roundings_bound(alone, torch.bfloat16)
+    assert_within(moe_down(**{**alone, "down": down, "shared_down": shared}), moe_down_reference(**alone), bound)
+    eager = chain(y)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain(y)
+    for _ in range(3):
+        captured.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(captured, eager)
 
 
 @pytest.mark.gpu

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from stepfloor.formats.codec import PackedWeight, quantize
+from stepfloor.kernels import _experts as experts_module
 from stepfloor.kernels import moe_down as down_module
 from stepfloor.kernels import moe_gate_up as gate_up_module
 from stepfloor.kernels import moe_route as route_module
-from stepfloor.kernels._experts import pack_experts
+from stepfloor.kernels._experts import SCALE_REST, decode_arguments, decode_macros, pack_experts
 from stepfloor.kernels.moe_down import (
     DownPlan,
     TiledShared,
@@ -28,7 +29,7 @@ from stepfloor.kernels.moe_down import (
     plan_down,
 )
 from stepfloor.kernels.moe_gate_up import GateUpPlan, gate_up_arguments, plan_gate_up
-from stepfloor.kernels.moe_route import moe_route_products_reference, route_arguments, route_macros
+from stepfloor.kernels.moe_route import moe_route_reference, route_arguments, route_macros
 
 HOST = Path(__file__).parent / "host"
 COMPILER = shutil.which("g++")
@@ -53,6 +54,13 @@ ROUTE = """
 extern "C" int run(const Arguments* a, const u64* bytes, int blocks, u64 shared_bytes) {
   readable = {{(const u8*)a->products, bytes[0]}};
   return run_grid(blocks, 1, THREADS, shared_bytes, [=] { moe_route_kernel(*a); });
+}
+"""
+
+DECODE = """
+extern "C" int run(const Arguments* a, const u64* bytes, int blocks, u64 shared_bytes) {
+  readable = {{a->tape, bytes[0]}};
+  return run_grid(blocks, 1, THREADS, shared_bytes, [=] { decode_experts_kernel(*a); });
 }
 """
 
@@ -82,6 +90,21 @@ def test_packing_is_exact(n: int, k: int, slices: int, paired: bool) -> None:
     assert torch.equal(tiled.unpack().dequantize(), weight.dequantize())
     if k % (64 * slices) == 0:
         assert tiled.num_bytes == weight.num_bytes
+
+
+@pytest.mark.parametrize("paired", [False, True])
+@pytest.mark.parametrize(("n", "k", "slices"), [(32, 128, 2), (48, 48, 2), (64, 208, 8)])
+def test_decoding_on_the_host(n: int, k: int, slices: int, paired: bool, tmp_path: Path) -> None:
+    """Exact: code times block scale; from the second expert on, and not a value past the last."""
+    weight = replace(experts(3, n, k), scale_2=torch.tensor([0.5, 1.0, 2.0]))  # whose products are exact
+    tiled = pack_experts(weight, slices, paired, Path())
+    out = torch.full((3, n, k), torch.nan, dtype=torch.bfloat16)
+    macros = decode_macros(tiled.shape, tiled.slices, tiled.steps, paired)
+    library = build(experts_module.__file__, macros, DECODE, tmp_path)
+    assert run(library, decode_arguments(tiled, 1, out[:2]), [tiled.tape[1:]], 2, 0) == 0
+    assert bool(out[2].isnan().all())
+    factor = tiled.scale[1:, None, None] * SCALE_REST
+    assert torch.equal(out[:2].float() * factor, weight.dequantize()[1:])
 
 
 def test_shared_packing_is_a_permutation() -> None:
@@ -165,7 +188,7 @@ def test_route_on_the_host(count: int, topk: int, channels: int, renormalize: bo
     products[1, :count] = products[1, :count].mul(2).round()  # many ties
     products[2, :count] = 0.5
     products[3, 5] = 300  # the others' probabilities are all zero
-    wanted = moe_route_products_reference(products, count, topk, renormalize)
+    wanted = moe_route_reference(products, count, topk, renormalize)
     found = [torch.full_like(t, -7) for t in wanted]
     held = torch.full((4, products.shape[1] + 3), torch.nan, dtype=torch.bfloat16)
     held[:, :-3] = products

@@ -1,11 +1,23 @@
 """Table rows, from shards of every format."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 from stepfloor.formats.codec import PackedWeight, quantize
-from stepfloor.kernels.ngram_gather import ngram_gather, ngram_gather_inputs
+from stepfloor.kernels.ngram_gather import (
+    GatherTable,
+    launch_gather,
+    ngram_gather,
+    ngram_gather_inputs,
+    ngram_gather_reference,
+    ngram_gather_table,
+)
 from tests.kernels.compare import assert_rows_alone, assert_same, assert_within, decoded, twin, with_weights
+from tests.kernels.edges import DEVICE, REAL, empty_is_nan, fenced
 from tests.kernels.source import Recording, as_stored
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -79,3 +91,99 @@ def test_heads_lie_side_by_side_in_order() -> None:
 def test_table_without_shards_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one shard; got none"):
         ngram_gather(torch.zeros(1, 1).long(), (), torch.float32)
+
+
+def fenced_table(inputs: dict[str, Any], pinned: bool = False) -> GatherTable:
+    """Every shard in poisoned memory of its own, every other one on the host where pinned."""
+
+    def moved(value: Any, away: bool) -> Any:
+        if not isinstance(value, Tensor) or value.ndim < 2:
+            return value
+        return value.cpu().pin_memory() if away else fenced(value)
+
+    shards = [
+        replace(s, data=moved(s.data, pinned and i % 2 == 1), scale=moved(s.scale, pinned and i % 2 == 1))
+        for i, s in enumerate(inputs["shards"])
+    ]
+    return ngram_gather_table(shards, DEVICE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", TABLE_FORMATS)
+@pytest.mark.parametrize(
+    ("t", "heads", "width", "height", "parts"),
+    [
+        (13, 5, 48, 7, 3),
+        (3, 8, 32, 50, 1),
+        *(pytest.param(t, 16, 160, 250_001, 3, marks=REAL) for t in (1, 4, 80, 8192)),
+    ],
+)
+def test_kernel_is_the_reference(
+    t: int, heads: int, width: int, height: int, parts: int, name: str, dtype: torch.dtype
+) -> None:
+    inputs = ngram_gather_inputs(t, heads, width, height, parts, name, dtype, DEVICE)
+    table = fenced_table(inputs)
+    rows = fenced(inputs["rows"])
+    with empty_is_nan():
+        ours = launch_gather(rows, table, dtype)
+    assert_same(ours, ngram_gather_reference(**inputs))
+    assert_same(ngram_gather(rows, table, dtype), ours)
+
+
+def test_kernel_reads_odd_rows_and_a_shorter_last_shard() -> None:
+    """Rows of 6 bytes lie at no multiple of 4; the last shard has two of three rows."""
+    table = torch.arange(24.0, device=DEVICE).reshape(8, 3)
+    shards = [quantize(part.contiguous(), "bf16") for part in table.split(3)]
+    made = ngram_gather_table(shards, DEVICE)
+    assert made.alignment == 2
+    rows = torch.tensor([[0, 2, 3], [5, 6, 7]], device=DEVICE)
+    assert_same(launch_gather(rows, made, torch.float32), table[rows].flatten(1))
+
+
+@pytest.mark.parametrize("name", ["fp8_tensor", "nvfp4"])
+def test_shards_may_have_scales_of_their_own(name: str) -> None:
+    shards = [quantize((1 + i) * torch.randn(5, 16, device=DEVICE), name) for i in range(3)]
+    rows = torch.arange(15, device=DEVICE)[:, None]
+    ours = launch_gather(rows, ngram_gather_table(shards, DEVICE), torch.bfloat16)
+    assert_same(ours, torch.cat([s.dequantize() for s in shards]).to(torch.bfloat16))
+
+
+def test_kernel_rows_do_not_disturb_each_other() -> None:
+    inputs = ngram_gather_inputs(21, 5, 16, 11, 3, "nvfp4", torch.bfloat16, DEVICE)
+    inputs["shards"] = ngram_gather_table(inputs["shards"], DEVICE)
+    assert_rows_alone(lambda rows, shards, dtype: launch_gather(rows, shards, dtype), inputs, ("rows",))
+
+
+def test_pageable_memory_is_refused() -> None:
+    """A kernel that reads it faults, and takes the process with it."""
+    shards = [quantize(torch.ones(3, 16), "bf16")]
+    with pytest.raises(ValueError, match=r"shard 0 .*pageable memory.*pin it.*cudaHostRegister"):
+        ngram_gather_table(shards, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("formats", "heights", "message"),
+    [
+        (["bf16", "fp32"], [3, 3], "one height, width and format"),
+        (["bf16", "bf16", "bf16"], [3, 2, 3], "one height, width and format"),
+        (["bf16", "bf16"], [3, 4], "one height, width and format"),
+        (["mxfp8"], [3], "one of bf16, fp32, fp8_tensor, nvfp4"),
+        ([], [], "at least one shard"),
+    ],
+)
+def test_shards_that_are_no_table_are_refused(formats: list[str], heights: list[int], message: str) -> None:
+    shards = [quantize(torch.ones(h, 32), name) for name, h in zip(formats, heights, strict=True)]
+    with pytest.raises(ValueError, match=message):
+        ngram_gather_table(shards, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")
+@pytest.mark.parametrize("name", TABLE_FORMATS)
+def test_rows_are_read_from_pinned_memory(name: str) -> None:
+    """Shards in turn on the device and pinned; unprepared ones on the device go through torch."""
+    inputs = ngram_gather_inputs(80, 16, 160, 1001, 4, name, torch.bfloat16, DEVICE)
+    wanted = ngram_gather(**inputs)
+    table = fenced_table(inputs, pinned=True)
+    assert [s.data.device.type for s in table.shards] == ["cuda", "cpu"] * 2
+    assert_same(ngram_gather(inputs["rows"], table, torch.bfloat16), wanted)

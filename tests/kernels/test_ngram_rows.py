@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 import stepfloor
 from stepfloor.config import ModelConfig
-from stepfloor.kernels.ngram_rows import ngram_rows, ngram_rows_inputs
-from tests.kernels.compare import assert_same
+from stepfloor.kernels.ngram_rows import launch_rows, ngram_rows, ngram_rows_inputs, ngram_rows_reference
+from tests.kernels.compare import assert_rows_alone, assert_same
+from tests.kernels.edges import DEVICE, REAL, empty_is_nan, fenced
 from tests.kernels.source import EOS, Recording
 
 # tokens 12, 31, 8, 40 at the start of a sequence; the reversed multipliers would give REVERSED
@@ -219,3 +220,29 @@ def test_short_history_is_refused() -> None:
     inputs = ngram_rows_inputs(2, 3, 11, 4, "cpu")
     with pytest.raises(ValueError, match=r"wants history \[B, 2\] for tokens \(2, 3\); got \(2, 1\)"):
         ngram_rows(**{**inputs, "history": inputs["history"][:, 1:]})
+
+
+@pytest.mark.parametrize("wrapping", [False, True])
+@pytest.mark.parametrize(
+    ("b", "r", "heads"),
+    [(1, 1, 4), (4, 3, 6), (3, 9, 16), (1, 37, 4), *(pytest.param(*s, 16, marks=REAL) for s in ((16, 5), (1, 8192)))],
+)
+def test_kernel_is_the_reference(b: int, r: int, heads: int, wrapping: bool) -> None:
+    """Wrapping products are negative as often as not, where C's remainder and torch's differ."""
+    inputs = {name: fenced(value) for name, value in ngram_rows_inputs(b, r, 248320, heads, DEVICE).items()}
+    if wrapping:
+        inputs["multipliers"] = torch.tensor([2**62 + 12345, -(2**61) - 1, 2**63 - 1], device=DEVICE)
+    with empty_is_nan():
+        assert_same(launch_rows(**inputs), ngram_rows_reference(**inputs))
+
+
+@pytest.mark.parametrize("orders", [2, 4])
+def test_kernel_hashes_other_orders(orders: int) -> None:
+    inputs = ngram_rows_inputs(2, 7, 97, 6, DEVICE)
+    inputs["multipliers"] = torch.tensor([23703573157769, 20109073645365, 8052911324071, 77], device=DEVICE)[:orders]
+    inputs["history"] = torch.tensor([[5, 1, 9], [1, 8, 4]], device=DEVICE)[:, 4 - orders :]
+    assert_same(launch_rows(**inputs), ngram_rows_reference(**inputs))
+
+
+def test_kernel_rows_do_not_disturb_each_other() -> None:
+    assert_rows_alone(launch_rows, ngram_rows_inputs(21, 2, 97, 6, DEVICE), ("tokens", "history"))

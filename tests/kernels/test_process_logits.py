@@ -238,5 +238,5 @@ def test_shapes_that_disagree_are_refused() -> None:
         process_logits(**(inputs | {"slots": inputs["slots"][:2]}))
     with pytest.raises(ValueError, match=r"\(3, 100\)"):
         process_logits(**(inputs | {"bias": inputs["bias"][:, 1:]}))
-    with pytest.raises(ValueError, match=r"N = 3; got \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"B = 3; got \(2, 3\)"):
         process_logits(**(inputs | {"earlier": inputs["earlier"][:2]}))

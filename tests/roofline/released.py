@@ -1,4 +1,4 @@
-"""The released model's shape, for tests that reproduce published numbers."""
+"""The released model's shape and the shipped one's, for tests that reproduce published numbers."""
 
 import json
 from pathlib import Path
@@ -6,5 +6,6 @@ from pathlib import Path
 import stepfloor
 from stepfloor.config import ModelConfig
 
-_CONFIG = Path(stepfloor.__file__).parent / "shipped" / "full_config.json"
-RELEASED = ModelConfig.from_dict(json.loads(_CONFIG.read_text(encoding="utf-8")))
+_DIRECTORY = Path(stepfloor.__file__).parent / "shipped"
+RELEASED = ModelConfig.from_dict(json.loads((_DIRECTORY / "full_config.json").read_text(encoding="utf-8")))
+SHIPPED = ModelConfig.load(_DIRECTORY)

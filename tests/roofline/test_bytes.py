@@ -14,7 +14,12 @@ def test_hyper_connection_sizes() -> None:
     down = op.hc_down(0, 2560, 4, 320, "bf16") - 10240 * 2  # less the norm
     assert f"{down / 2**20:.2f}" == "6.33"
     assert f"{op.hc_mix(0, 2560, 4, 320, 'bf16') / 2**20:.2f}" == "6.25"
-    assert op.moe_route(0, 2560, 512, 10, 640, "bf16") == (512 + 1 + 2 * 640) * 2560 * 2
+    assert op.linear(0, 512 + 2 * 640 + 1, 2560, "bf16") == 1793 * 2560 * 2
+
+
+def test_one_routed_row() -> None:
+    """1793 products in; 640 hidden values, a gate and ten choices of 10 bytes out."""
+    assert op.moe_route(1, 512, 10, 640) == 1793 * 2 + 641 * 2 + 100
 
 
 def test_one_expert() -> None:
@@ -33,6 +38,12 @@ def test_replayed_rows() -> None:
 def test_table_rows_of_one_token() -> None:
     assert op.ngram_gather(1, 16, 160, "fp8_tensor") == 16 * 8 + 2560 + 2 + 5120
     assert op.ngram_gather(1, 16, 160, "nvfp4") == 16 * 8 + 16 * 90 + 4 + 5120
+
+
+def test_drafter_input_of_one_token() -> None:
+    """Residual and embedding row in, both normed, both projected, five vectors added to four."""
+    assert op.mtp_norm(1, 2560, 4) - op.mtp_norm(0, 2560, 4) == 8 + 2 * (10240 + 2560) * 2
+    assert op.mtp_fuse(1, 2560, 4) == (10240 + 2560 + 10240) * 2
 
 
 @pytest.mark.parametrize("case", ["a", "b'", "c"])
@@ -57,7 +68,9 @@ def target_pass(c: ModelConfig, case: str, rows: int) -> list[int]:
     hyper_connection = [op.hc_down(rows, d, s, rank, formats.dense), op.hc_mix(rows, d, s, rank, formats.dense)]
     mlp = [
         *hyper_connection,
-        op.moe_route(rows, d, c.num_experts, c.num_experts_per_tok, *shared),
+        op.linear(rows, c.num_experts + 1, d, "bf16"),
+        op.linear(rows, 2 * c.shared_expert_intermediate_size, d, formats.dense),
+        op.moe_route(rows, c.num_experts, c.num_experts_per_tok, c.shared_expert_intermediate_size),
         op.moe_gate_up(rows, experts, *sizes),
         op.moe_down(rows, experts, *sizes, *shared),
     ]

@@ -10,6 +10,7 @@ from scipy.stats import chi2
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+from stepfloor.kernels.accept_drafts import Proposals
 from stepfloor.request import SamplingParams
 from stepfloor.sampler.sampler import Sampler
 from tests.kernels.plain_logits import plain_row, plain_softmax
@@ -61,18 +62,16 @@ def write(
         text.append(token)
 
     while min(len(text) - len(prompt) for text, prompt in zip(texts, prompts, strict=True)) < length:
-        drafts, log_q = torch.empty(b, 0, dtype=torch.int64), []
+        drafts = torch.empty(b, 0, dtype=torch.int64)
         for j in range(k):
             rows = [drafter_row([*text, *drafts[i].tolist()], requests[i]) for i, text in enumerate(texts)]
-            tokens, q = sampler.draft(torch.stack(rows), slots, positions() + j, drafts)
+            tokens = sampler.draft(torch.stack(rows), slots, positions() + j, drafts)
             drafts = torch.cat([drafts, tokens[:, None]], dim=1)
-            log_q.append(q)
         window = [
             torch.stack([model_row([*text, *drafts[i, :j].tolist()]) for j in range(k + 1)])
             for i, text in enumerate(texts)
         ]
-        stacked = torch.stack(log_q, dim=1) if k and log_q[0] is not None else None
-        emitted, accepted = sampler.accept(torch.stack(window), drafts, stacked, slots, positions())
+        emitted, accepted = sampler.accept(torch.stack(window), drafts, slots, positions())
         sampler.commit(slots, emitted)
         history += accepted.tolist()
         for i, text in enumerate(texts):
@@ -81,6 +80,12 @@ def write(
             assert bool((emitted[i, count:] == -1).all())
             text += emitted[i, :count].tolist()
     return [text[len(prompt) : len(prompt) + length] for text, prompt in zip(texts, prompts, strict=True)], history
+
+
+def kept(sampler: Sampler) -> Proposals:
+    """What drafts were drawn from; it must be there."""
+    assert sampler.proposals is not None
+    return sampler.proposals
 
 
 @pytest.fixture(scope="module")
@@ -113,15 +118,18 @@ def test_greedy_text_does_not_depend_on_k_in_standard_mode(undrafted: list[list[
 
 
 def test_a_random_request_may_join_while_greedy_drafts_wait_to_be_judged() -> None:
-    """The drafts were made when nobody needed log q; the next step must not ask for it."""
+    """The drafts were made when nobody kept what they were drawn from; the next step must not look for it."""
     sampler = Sampler(V, 2, 2, "standard", "cpu")
     sampler.assign(0, REQUESTS[0], PROMPTS[0])
     slot, position = torch.tensor([0]), torch.tensor([5])
     logits = torch.randn(1, 3, V, generator=torch.Generator().manual_seed(0))
     drafts = logits[:, :2].argmax(-1)
     sampler.assign(1, REQUESTS[1], PROMPTS[1])
-    for log_q in (None, torch.full((1, 2, V), math.nan)):  # nor look at what a table of log q happens to hold
-        emitted, accepted = sampler.accept(logits, drafts, log_q, slot, position)
+    for prepared in (False, True):
+        if prepared:  # nor at what the table happens to hold
+            sampler.prepare(sampler.stages)
+            kept(sampler).logits.fill_(math.nan)
+        emitted, accepted = sampler.accept(logits, drafts, slot, position)
         assert (emitted.tolist(), accepted.tolist()) == (logits.argmax(-1).tolist(), [2])
 
 
@@ -143,8 +151,8 @@ def test_drafts_share_the_targets_noise_in_coupled_mode_only() -> None:
     for acceptance in ("standard", "coupled"):
         sampler = Sampler(V, 1, 1, acceptance, "cpu")
         sampler.assign(0, SamplingParams(seed=3), ())
-        drafts, log_q = sampler.draft(logits, slots, positions, none)
-        assert (log_q is None) == (acceptance == "coupled")
+        drafts = sampler.draft(logits, slots, positions, none)
+        assert (sampler.proposals is None) == (acceptance == "coupled")
         agreeing[acceptance] = int((drafts == sampler.sample(logits, slots, positions)).sum())
     assert agreeing["coupled"] == n
     # independent draws of 40 equal tokens agree in 1 of 40: 12.5 of 500, and above 50 less than once in 10**14
@@ -157,16 +165,15 @@ def test_a_step_asks_the_device_for_no_value(acceptance: str) -> None:
     sampler = Sampler(V, len(REQUESTS), 2, acceptance, "cpu")
     for slot, params in enumerate(REQUESTS):
         sampler.assign(slot, params, PROMPTS[slot])
+    sampler.prepare(sampler.stages)
     b = len(REQUESTS)
     with FakeTensorMode(allow_non_fake_inputs=True):
         slots, positions = torch.arange(b), torch.arange(b)
-        drafts, log_q = torch.empty(b, 0, dtype=torch.int64), []
+        drafts = torch.empty(b, 0, dtype=torch.int64)
         for j in range(2):
-            tokens, q = sampler.draft(torch.zeros(b, V), slots, positions + j, drafts)
+            tokens = sampler.draft(torch.zeros(b, V), slots, positions + j, drafts)
             drafts = torch.cat([drafts, tokens[:, None]], dim=1)
-            log_q.append(q)
-        stacked = torch.stack(log_q, dim=1) if acceptance == "standard" else None
-        emitted, accepted = sampler.accept(torch.zeros(b, 3, V), drafts, stacked, slots, positions)
+        emitted, accepted = sampler.accept(torch.zeros(b, 3, V), drafts, slots, positions)
         sampler.commit(slots, emitted)
         assert (emitted.shape, accepted.shape) == ((b, 3), (b,))
         with pytest.raises(DataDependentOutputException):
@@ -197,15 +204,15 @@ def test_windows_follow_the_target_with_filters_and_penalties(drafter: str) -> N
     slot = torch.zeros(1, dtype=torch.int64)
     sampler.commit(slot, torch.tensor([OUTPUT]))
     slots, positions = slot.expand(n), torch.arange(n) * 2 + 4
-    drafts, log_q = sampler.draft(
+    drafts = sampler.draft(
         torch.tensor(DRAFTER_LOGITS).expand(n, 4), slots, positions, torch.empty(n, 0, dtype=torch.int64)
     )
-    assert log_q is not None
     if drafter == "argmax":
-        drafts = log_q.argmax(-1)
-        log_q = torch.full_like(log_q, -math.inf).scatter_(1, drafts[:, None], 0.0)
+        drafts = kept(sampler).logits[0, 0].argmax().expand(n)
+        kept(sampler).logits[0, 0].fill_(-math.inf)[drafts[0]] = 0.0
+        kept(sampler).scale.zero_()
     logits = torch.tensor(TARGET_LOGITS).expand(n, 2, 4)
-    emitted, accepted = sampler.accept(logits, drafts[:, None], log_q[:, None], slots, positions)
+    emitted, accepted = sampler.accept(logits, drafts[:, None], slots, positions)
 
     def probabilities(row: int, output: tuple[int, ...]) -> list[float]:
         s = SETTINGS
@@ -249,11 +256,11 @@ def test_drafts_and_target_rows_count_the_drafts_before_them() -> None:
     sampler.commit(slot, first)
     drafts = torch.empty(1, 0, dtype=torch.int64)
     for j in range(3):
-        token, log_q = sampler.draft(torch.zeros(1, 5), slot, position + 1 + j, drafts)
-        assert log_q is None
+        token = sampler.draft(torch.zeros(1, 5), slot, position + 1 + j, drafts)
+        assert sampler.proposals is None
         drafts = torch.cat([drafts, token[:, None]], dim=1)
     assert (first.tolist(), drafts.tolist()) == ([0], [[1, 2, 3]])
-    emitted, accepted = sampler.accept(torch.zeros(1, 4, 5), drafts, None, slot, position + 1)
+    emitted, accepted = sampler.accept(torch.zeros(1, 4, 5), drafts, slot, position + 1)
     assert (emitted.tolist(), accepted.tolist()) == ([[1, 2, 3, 4]], [3])
 
 
@@ -316,10 +323,10 @@ def test_a_bad_row_ends_its_own_window_only() -> None:
         if bad:
             drafter[0, 3] = math.nan
             logits[0, 0, 3] = math.nan
-        drafts, log_q = sampler.draft(drafter, slots, positions, torch.empty(2, 0, dtype=torch.int64))
-        assert log_q is not None
-        both, q = torch.stack([drafts, drafts], dim=1), torch.stack([log_q, log_q], dim=1)
-        emitted, accepted = sampler.accept(logits, both, q, slots, positions)
+        drafts = sampler.draft(drafter, slots, positions, torch.empty(2, 0, dtype=torch.int64))
+        for table in (kept(sampler).logits, kept(sampler).scale):
+            table[:, 1] = table[:, 0]
+        emitted, accepted = sampler.accept(logits, torch.stack([drafts, drafts], dim=1), slots, positions)
         sampler.commit(slots, emitted)
         results.append((drafts, emitted, accepted))
     (good_drafts, good_emitted, good_accepted), (drafts, emitted, accepted) = results
@@ -373,7 +380,7 @@ def test_mistakes_are_refused_with_both_values() -> None:
         sampler.release(0)
     slot = torch.tensor([1])
     with pytest.raises(ValueError, match=r"got \(1, 2, 40\) and \(1, 2\)"):
-        sampler.accept(torch.zeros(1, 2, V), torch.zeros(1, 2).long(), None, slot, slot)
+        sampler.accept(torch.zeros(1, 2, V), torch.zeros(1, 2).long(), slot, slot)
     with pytest.raises(ValueError, match="got 'block'"):
         Sampler(V, 2, 2, "block", "cpu")
     with pytest.raises(ValueError, match="spec_tokens = 2; got 3"):

@@ -84,8 +84,7 @@ def committed(step: Step, slot: int = 0) -> dict[str, Tensor]:
             state = cache.state[i][slot].clone()
             if pending:
                 raw, gates = cache.raw_rows[i][slot, : taps + pending], cache.gate_rows[i][slot, :pending]
-                constants = (part.conv_weight, part.a_log, part.dt_bias)
-                rows = delta_rows(raw, gates, *constants, config.linear_num_key_heads, config.linear_key_head_dim)
+                rows = delta_rows(raw, gates, part.constants)
                 delta_rule(rows, state, 0, rows.beta.shape[0])
             out[f"state {i}"] = state
             out[f"convolution {i}"] = cache.raw_rows[i][slot, pending : pending + taps].clone()

@@ -79,6 +79,18 @@ def test_table_for_people_names_sizes_and_findings(tmp_path: Path, capsys: pytes
     assert "note (metadata): layers.1.ple.ple_embedding.ngram_embedding" in printed
 
 
+def test_a_layout_is_inspected_without_files(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["stepfloor", "inspect", "qwen3.8-flash-next:bf16", "--json"])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["bytes"] + report["vision_bytes"] == 359_999_963_128
+    assert report["table"]["shards"] == 128
+
+
 def test_inspect_loads_no_torch(tiny: dict[str, Path]) -> None:
     program = (
         "import sys; from stepfloor.weights.checkpoint import open_checkpoint; "

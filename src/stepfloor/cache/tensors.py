@@ -22,6 +22,8 @@ class Rows:
     pending   [B] int64, rows of the last decode step that were accepted and are not in the recurrent state yet
     rejected  [B] int64, rows of the last decode step that were not accepted
     history   [B, ngram_size - 1] int64, the committed tokens before the first row
+    settled   whether slots, pending and what earlier steps left in a layer's recurrent state and kept rows were final
+              before something that is no dependent launch, which the step queued before its first layer
     """
 
     tokens: Tensor
@@ -31,6 +33,7 @@ class Rows:
     rejected: Tensor
     history: Tensor
     chunk: bool
+    settled: bool = False
 
 
 @dataclass(frozen=True, slots=True)

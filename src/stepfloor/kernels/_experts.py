@@ -4,7 +4,8 @@ Source: include/experts.cuh, which reads these bytes and describes a step; forma
 """
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -12,15 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stepfloor.formats.codec import PackedWeight
-from stepfloor.kernels._jit import missing_for_cuda
+from stepfloor.kernels._jit import Launch, compile_cuda, device_arch, missing_for_cuda
 
 CAPACITIES = (1, 2, 4, 8, 16, 80)  # most rows of each kernel
 MAX_ROWS = CAPACITIES[-1]
 SHARED_LIMIT = 227 * 1024
 SHARED_LIMIT_OF_TWO = 113 * 1024
 STEP_BYTES = 576
+SCALE_REST = 128.0  # what decoded values lack, as in include/experts.cuh
 # where decode_eight looks for the bits of each pair of codes, the even column's first: sign, then highest to lowest
-_BITS_AT = (
+FP4_BITS_AT = (
     ((15, 8, 7, 6), (31, 24, 23, 22)),
     ((9, 2, 1, 0), (25, 18, 17, 16)),
     ((5, 30, 29, 28), (21, 14, 13, 12)),
@@ -69,7 +71,7 @@ def pack_experts(weight: PackedWeight, slices: int, paired: bool, cache_dir: Pat
         data = weight.data[part]
         codes = torch.stack((data & 15, data >> 4), -1).flatten(-2).to(torch.int32)
         codes = codes.masked_fill((scale == 0).repeat_interleave(16, -1), 0)
-        tape[part] = _pieces(codes, _scale_bytes(scale), slices, steps, paired)
+        tape[part] = _pieces(codes, scale_bytes(scale), slices, steps, paired)
     return TiledExperts(weight.shape, paired, slices, steps, tape, weight.scale_2.float().contiguous(), cache_dir)
 
 
@@ -84,7 +86,7 @@ def unpack_experts(tiled: TiledExperts) -> PackedWeight:
         tape = tiled.tape[part]
         words = tape[..., : steps * 512].contiguous().view(torch.int32)
         words = words.reshape(-1, tiles, slices, steps, 8, 4, 2, 2)  # e, tile, slice, step, g, t, half, sub
-        columns = [sum((words >> at & 1) << 3 - rank for rank, at in enumerate(b)) for p in _BITS_AT for b in p]
+        columns = [sum((words >> at & 1) << 3 - rank for rank, at in enumerate(b)) for p in FP4_BITS_AT for b in p]
         codes = torch.stack([torch.as_tensor(column) for column in columns], -1)
         codes = codes.permute(0, 1, 6, 4, 2, 3, 7, 5, 8).reshape(-1, tiles, 16, slices * steps * 64)
         held = tape[..., steps * 512 :].reshape(-1, tiles, slices, steps, 8, 2, 2, 2).to(torch.int32)
@@ -94,6 +96,42 @@ def unpack_experts(tiled: TiledExperts) -> PackedWeight:
         value = torch.ldexp(1 + (held & 7) / 8, (held >> 3) - 10)
         scale[part] = torch.where(held == 0, 0.0, value).to(torch.float8_e4m3fn)
     return PackedWeight("nvfp4", tiled.shape, data, scale, tiled.scale.clone())
+
+
+def decode_experts(tiled: TiledExperts, first: int, out: Tensor) -> Tensor:
+    """Queue decoding of some experts to bf16 out [e, N, K], row-major; returns the float32 factors [e] it leaves out.
+
+    NVFP4's code times block scale is exact in bf16. On the CPU torch does the same, for tests.
+    """
+    part = slice(first, first + out.shape[0])
+    if out.is_cuda:
+        decode_launch(tiled.shape, tiled.slices, tiled.steps, tiled.paired, out.device, tiled.cache_dir)(
+            decode_arguments(tiled, first, out)
+        )
+    else:
+        stored = replace(tiled, tape=tiled.tape[part], scale=torch.full((out.shape[0],), 1 / SCALE_REST)).unpack()
+        out.copy_(stored.dequantize())
+    return tiled.scale[part] * SCALE_REST
+
+
+def decode_arguments(tiled: TiledExperts, first: int, out: Tensor) -> bytes:
+    """struct Arguments of `_experts.cu`."""
+    return pack_pointers((tiled.tape[first:], out), (), out.shape[0])
+
+
+def decode_macros(shape: tuple[int, int], slices: int, steps: int, paired: bool) -> dict[str, int]:
+    """The macros that specialise `_experts.cu`."""
+    return {"N": shape[0], "K": shape[1], "SLICES": slices, "STEPS": steps, "PAIRED": int(paired)}
+
+
+@cache
+def decode_launch(
+    shape: tuple[int, int], slices: int, steps: int, paired: bool, device: torch.device, cache_dir: Path
+) -> Launch:
+    """The compiled kernel, once a process; eight blocks fill a multiprocessor."""
+    cubin = compile_cuda("_experts.cu", decode_macros(shape, slices, steps, paired), device_arch(device), cache_dir)
+    blocks = torch.cuda.get_device_properties(device).multi_processor_count * 8
+    return Launch(cubin, "decode_experts_kernel", device, blocks, 256, 0)
 
 
 def _pieces(codes: Tensor, scales: Tensor, slices: int, steps: int, paired: bool) -> Tensor:
@@ -106,7 +144,7 @@ def _pieces(codes: Tensor, scales: Tensor, slices: int, steps: int, paired: bool
         count, tiles, 2, 8, slices, steps, 2, 4, 4, 2
     )  # e, tile, half, g, slice, step, sub, t, pair, odd
     words = torch.zeros(cut.shape[:-2], dtype=torch.int32, device=codes.device)
-    for pair, places in enumerate(_BITS_AT):
+    for pair, places in enumerate(FP4_BITS_AT):
         for odd, bits in enumerate(places):
             for rank, at in enumerate(bits):
                 words |= (cut[..., pair, odd] >> (3 - rank) & 1) << at
@@ -117,7 +155,7 @@ def _pieces(codes: Tensor, scales: Tensor, slices: int, steps: int, paired: bool
     return torch.cat((words.contiguous().view(torch.uint8).reshape(flat), held.reshape(flat)), -1)
 
 
-def _scale_bytes(scale: Tensor) -> Tensor:
+def scale_bytes(scale: Tensor) -> Tensor:
     """E4M3 values as 5 exponent bits, 10 above the value's own, and 3 mantissa bits; 0 for zero."""
     mantissa, exponent = torch.frexp(scale)
     held = (exponent + 9) * 8 + ((mantissa * 2 - 1) * 8).to(torch.int32)

@@ -3,12 +3,20 @@
 A number depends on (seed, position, stream, token id) and on nothing else: not on the row it is used in, the batch,
 the number of drafts or the order of calls. That is what makes sampled text reproducible.
 
+Words and uniform numbers have the same bits everywhere: integers, one conversion, one sum and one product, each rounded
+to nearest. Gumbel numbers go through logarithms, whose last bits belong to the library. On one device all kernels use
+one formula (`gumbel_tile`), so they agree with each other to the bit; with the functions here, or with another device,
+they agree within 2**-20 + 2**-23 |g|: the exponential number -log1p(-u) is right within 6 units of 2**-24 on either
+side, which moves its logarithm by as much, and the result is rounded once more.
+
 Source: Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011, section 3.3 (the
 multipliers, the key increments and the ten rounds). Gumbel-max: Gumbel 1954; argmax(log p + G) is distributed as p.
 """
 
 import torch
 from torch import Tensor
+
+from stepfloor.kernels._jit import tl, triton
 
 # Third counter word: what a number is used for. Two uses at one position never share a number by accident.
 TARGET = 0  # the target's own draw at a position
@@ -72,3 +80,72 @@ def _key(seeds: Tensor) -> tuple[Tensor, Tensor]:
 def _open_unit(words: Tensor) -> Tensor:
     # Words near 2**32 round to 1 in fp32; the largest number below 1 stands in for them.
     return ((words.float() + 0.5) * 2.0**-32).clamp(max=1.0 - 2.0**-24)
+
+
+# ---------------------------------------------------------------------- the same in Triton
+
+_M0 = tl.constexpr(0xD2511F53)
+_M1 = tl.constexpr(0xCD9E8D57)
+_STEP0 = tl.constexpr(0x9E3779B9)
+_STEP1 = tl.constexpr(0xBB67AE85)
+
+
+@triton.jit
+def philox_words(c0, c1, c2, k0, k1):
+    """`philox4x32` for counters (c0, c1, c2, 0); c0 uint32 of any shape, the others uint32 scalars or of that shape."""
+    c1 = c1 + c0 * 0
+    c2 = c2 + c0 * 0
+    c3 = c0 * 0
+    m0 = tl.cast(_M0, tl.uint32)
+    m1 = tl.cast(_M1, tl.uint32)
+    for _ in tl.static_range(10):
+        high0 = tl.umulhi(c0, m0)
+        high1 = tl.umulhi(c2, m1)
+        low0 = c0 * m0
+        low1 = c2 * m1
+        c0 = high1 ^ c1 ^ k0
+        c1 = low1
+        c2 = high0 ^ c3 ^ k1
+        c3 = low0
+        k0 = k0 + tl.cast(_STEP0, tl.uint32)
+        k1 = k1 + tl.cast(_STEP1, tl.uint32)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def open_unit(word):
+    """`_open_unit` of uint32 words."""
+    return tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.999999940395355224609375)
+
+
+@triton.jit
+def uniform_number(seed, position, stream):
+    """`uniform_noise` of one int64 seed and one int64 position; float32 [1]."""
+    zero = tl.full([1], 0, tl.uint32)
+    word, _, _, _ = philox_words(
+        zero,
+        position.to(tl.uint32),
+        tl.cast(stream, tl.uint32),
+        seed.to(tl.uint32),
+        (seed >> 32).to(tl.uint32),
+    )
+    return open_unit(word)
+
+
+@triton.jit
+def gumbel_tile(seed, position, stream, first, COUNT: tl.constexpr):
+    """`gumbel_noise` of the ids first to first + COUNT - 1, of one int64 seed and position; first a multiple of 4."""
+    block = (first // 4 + tl.arange(0, COUNT // 4)).to(tl.uint32)
+    w0, w1, w2, w3 = philox_words(
+        block,
+        position.to(tl.uint32),
+        tl.cast(stream, tl.uint32),
+        seed.to(tl.uint32),
+        (seed >> 32).to(tl.uint32),
+    )
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [block, w // 2, w % 2]
+    u = open_unit(tl.reshape(words, [COUNT]))
+    # log1p(-u) from log alone: dividing by the 1 - u that was rounded cancels that rounding (Kahan)
+    rest = 1.0 - u
+    exponential = tl.where(rest == 1.0, u, -tl.log(rest) * (u / tl.where(rest == 1.0, 1.0, 1.0 - rest)))
+    return -tl.log(exponential)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stepfloor.formats.codec import PackedWeight
+from stepfloor.kernels._delta import DeltaConstants
 
 TILE_ROWS = 8
 # MKL gives a row other bits in products of 2 or 3 columns (K = 32 to 160, AVX-512 Xeon), and of up to 11 (AMD EPYC).
@@ -102,21 +103,18 @@ class DeltaRows:
     beta: Tensor
 
 
-def delta_rows(
-    raw: Tensor, gates: Tensor, conv_weight: Tensor, a_log: Tensor, dt_bias: Tensor, key_heads: int, key_dim: int
-) -> DeltaRows:
+def delta_rows(raw: Tensor, gates: Tensor, constants: DeltaConstants) -> DeltaRows:
     """Convolution, gates and normalisation before the delta rule. Source: Qwen4ExpTextGatedDeltaNet.forward.
 
-    raw          [taps - 1 + T, C] projected rows, the history first
-    gates        [T, 2 * HV], b then a
-    conv_weight  [C, taps] float32; a_log, dt_bias [HV] float32
+    raw    [taps - 1 + T, C] projected rows, the history first
+    gates  [T, 2 * HV], b then a
     """
-    taps, rows = conv_weight.shape[1], gates.shape[0]
-    summed = raw[:rows].float() * conv_weight[:, 0]
-    for tap in range(1, taps):
-        summed = summed + raw[tap : tap + rows].float() * conv_weight[:, tap]
+    rows, heads = gates.shape[0], constants.heads
+    key_heads, key_dim = constants.key_heads, constants.key_dim
+    summed = raw[:rows].float() * constants.conv_weight[:, 0]
+    for tap in range(1, constants.history + 1):
+        summed = summed + raw[tap : tap + rows].float() * constants.conv_weight[:, tap]
     mixed = silu(summed.to(raw.dtype)).float()
-    heads = a_log.shape[0]
     key_width = key_heads * key_dim
     query, key, value = mixed.split((key_width, key_width, mixed.shape[1] - 2 * key_width), -1)
     per_key = heads // key_heads
@@ -126,7 +124,7 @@ def delta_rows(
         return (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6)).repeat_interleave(per_key, 1)
 
     b, a = gates.split(heads, -1)
-    log_decay = -a_log.exp() * softplus(a.float() + dt_bias)
+    log_decay = -constants.a_log.exp() * softplus(a.float() + constants.dt_bias)
     return DeltaRows(
         unit(query) / key_dim**0.5,
         unit(key),

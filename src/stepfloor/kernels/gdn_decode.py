@@ -4,8 +4,9 @@ The recurrent state is kept as it was at an earlier commit, beside the projected
 the rows that the last step accepted and writes the state once; then it runs its own rows, which stay pending
 until the next step knows how many of them were accepted.
 
-On a GPU one kernel does all of it in bf16 (`gdn_decode.cu`): the state is read once and written once. The bits of a row
-there depend on nothing but the row and what came before it: not on B, not on R, nor on whether it was replayed.
+On a GPU one kernel does all of it in bf16 (`gdn_decode.cu`): the state is read once and written once. What that kernel
+refuses, other sizes, types and devices, goes through four Triton kernels (`_delta.py`). The bits of a row depend on
+nothing but the row and what came before it in either: not on B, not on R, nor on whether it was replayed.
 
 Source: transformers 5.24, Qwen4ExpTextGatedDeltaNet.forward (qwen4_exp/modeling_qwen4_exp.py).
 """
@@ -19,17 +20,32 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from stepfloor.kernels._jit import Launch, compile_cuda, default_cache_dir, device_arch, missing_for_cuda
+from stepfloor.kernels._delta import DeltaConstants, Replay, close, keep, prepare, recur, why_not_triton
+from stepfloor.kernels._jit import Launch, compile_cuda, default_cache_dir, device_arch, missing_for_cuda, runs_triton
 from stepfloor.kernels._torch import delta_rows, delta_rule, gated_norm
 
 logger = logging.getLogger(__name__)
 
 TAPS = 4
-# Blocks of a head, from so many sequences on; all give a value the same bits. Between its neighbours in a layer, one
-# row, H200: 8.1 us with two against 8.7 with one at 1 sequence, 15.5 against 14.5 at 4 (16 columns a warp).
-PARTS = ((1, 2), (2, 1))
 MOST_ROWS = 32  # pending and new ones of a sequence
 MOST_SHARED = 227 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Fields of a DeltaPlan from so many sequences on. clusters: the most there may be, or as many as units of work."""
+
+    sequences: int
+    parts: int
+    early: int = 1
+    clusters: int | None = None
+
+
+# All give a value the same bits. Between its neighbours in a layer, one row, H200: 8.1 us with two blocks of a head
+# against 8.7 with one at 1 sequence, 15.5 against 14.5 at 4 (16 columns a warp, early 1).
+PLANS = (Choice(1, parts=2), Choice(2, parts=1))
+# For calls that are settled. Early 3 and clusters are not measured yet; `benchmarks.delta_net` recommends.
+SETTLED_PLANS = PLANS
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +56,9 @@ class DeltaPlan:
     silu    whether silu, not sigmoid, gates the norm
     cols    columns of a warp; parts  blocks of a head
     joined  whether a cluster holds all blocks that read a key head, as rewriting rows in place demands
-    early   what may precede the end of the kernel before: 0 nothing, 1 calling the state into the L2, 2 reading it,
-            for steps in which slots, pending, state and rows were final before that kernel began
+    early   what may precede the end of the kernel before: 0 nothing, 1 calling the state into the L2, 2 reading it, 3
+            replaying the pending rows too and writing the state; 2 and 3 for calls that are `settled`
+    rounds  key heads of sequences that a cluster works on, one after the other, requesting the next one's state
     passing whether a written state leaves the L2 before other lines
     """
 
@@ -56,6 +73,7 @@ class DeltaPlan:
     parts: int = 2
     joined: bool = True
     early: int = 1
+    rounds: int = 1
     passing: bool = True
 
     @property
@@ -68,10 +86,10 @@ class DeltaPlan:
         """Blocks of a cluster."""
         return self.parts * (self.heads // self.key_heads if self.joined else 1)
 
-    @property
-    def blocks(self) -> int:
-        """Blocks of one sequence."""
-        return self.heads * self.parts
+    def blocks(self, sequences: int) -> int:
+        """Blocks of the grid."""
+        units = sequences * (self.key_heads if self.joined else self.heads)
+        return -(-units // self.rounds) * self.cluster
 
     @property
     def shared_bytes(self) -> int:
@@ -80,7 +98,8 @@ class DeltaPlan:
         rows = (TAPS - 1 + every) * (2 * self.key_dim + width) * 2 + self.rows * width * 2
         operands = self.rows * self.key_dim + every * (self.key_dim + width)
         results = self.rows * (width + self.value_dim // self.cols) + 2 * every
-        return rows + 4 * (operands + results)
+        plain = rows + 4 * (operands + results)
+        return plain if self.rounds == 1 else plain + -plain % 128 + 4 * self.key_dim * self.value_dim + 16
 
     @property
     def per_multiprocessor(self) -> int:
@@ -98,6 +117,7 @@ class DeltaPlan:
             and self.key_dim % max(32, deep) == 0
             and self.rows + self.kept <= MOST_ROWS
             and self.cluster <= 16
+            and (self.rounds == 1 or self.parts == 1)
             and self.threads <= 1024
             and self.shared_bytes <= MOST_SHARED
         )
@@ -116,6 +136,7 @@ class DeltaPlan:
             "PARTS": self.parts,
             "JOINED": int(self.joined),
             "EARLY": self.early,
+            "QUEUED": int(self.rounds > 1),
             "PASSING": int(self.passing),
             "PER_SM": self.per_multiprocessor,
         }
@@ -128,35 +149,25 @@ def gdn_decode_reference(
     gate_rows: Tensor,
     slots: Tensor,
     pending: Tensor,
-    conv_weight: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    norm_weight: Tensor,
-    key_heads: int,
-    key_dim: int,
-    eps: float,
-    activation: str,
+    constants: DeltaConstants,
 ) -> Tensor:
     """One sequence after the other; the delta rule row by row."""
-    history = conv_weight.shape[1] - 1
-    heads, value_dim = a_log.shape[0], norm_weight.shape[0]
-    channels = conv_weight.shape[0]
-    count, rows = projected.shape[:2]
-    raw, z, gates = projected.split((channels, heads * value_dim, 2 * heads), -1)
+    history, count, rows = constants.history, *projected.shape[:2]
+    raw, z, gates = projected.split(constants.parts, -1)
     outputs = []
     for b in range(count):
         slot, accepted = int(slots[b]), int(pending[b])
         # pending and new rows are neighbours, so one convolution serves the replay and the step
         window = torch.cat((raw_rows[slot, : history + accepted], raw[b]))
         window_gates = torch.cat((gate_rows[slot, :accepted], gates[b]))
-        operands = delta_rows(window, window_gates, conv_weight, a_log, dt_bias, key_heads, key_dim)
+        operands = delta_rows(window, window_gates, constants)
         delta_rule(operands, state[slot], 0, accepted)
         outputs.append(delta_rule(operands, state[slot].clone(), accepted, accepted + rows))
         raw_rows[slot, : history + rows] = window[accepted:]
         gate_rows[slot, :rows] = gates[b]
     mixed = torch.cat(outputs).to(projected.dtype)  # [B * R, HV, V]
-    gate = z.reshape(count * rows, heads, value_dim)
-    return gated_norm(mixed, gate, norm_weight, eps, activation).reshape(count, rows, -1)
+    gate, c = z.reshape(mixed.shape), constants
+    return gated_norm(mixed, gate, c.norm_weight, c.eps, c.activation).reshape(count, rows, -1)
 
 
 def gdn_decode(
@@ -166,14 +177,8 @@ def gdn_decode(
     gate_rows: Tensor,
     slots: Tensor,
     pending: Tensor,
-    conv_weight: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    norm_weight: Tensor,
-    key_heads: int,
-    key_dim: int,
-    eps: float,
-    activation: str,
+    constants: DeltaConstants,
+    settled: bool = False,
 ) -> Tensor:
     """Replay accepted rows into the state, then run R new rows of each of B sequences.
 
@@ -182,51 +187,74 @@ def gdn_decode(
     raw_rows     [slots, taps - 1 + R', C]: the convolution's history, then the pending rows; rewritten in place
     gate_rows    [slots, R', 2 * HV] b and a of the pending rows; rewritten in place
     slots        [B] int64; pending [B] int64, rows of the last step that were accepted (0 after a prefill)
-    conv_weight  [C, taps] float32; a_log, dt_bias [HV] float32; norm_weight [V] in the dtype of projected
-    key_heads    query and key heads; key_dim  K; eps  of the norm; activation  sigmoid or silu, of the gate
+    settled      whether whatever last touched state, kept rows, slots and pending ran before something that is no
+                 dependent launch (a copy, a plain kernel, the start of a graph), and that before this call; the kernel
+                 may then read and write them before its predecessor has ended
     Returns [B, R, HV * V]. On a GPU slots and pending are read there; the first call of a shape loads its kernel, which
     a graph capture must not do. Raises ValueError if R exceeds the rows that can be pending or the shapes disagree.
     """
     if projected.shape[1] > gate_rows.shape[1]:
         raise ValueError(f"gdn_decode holds {gate_rows.shape[1]} pending rows a sequence; got {projected.shape[1]}")
-    columns = conv_weight.shape[0] + a_log.shape[0] * (norm_weight.shape[0] + 2)
+    columns = constants.columns
     if projected.shape[2] != columns or slots.shape != projected.shape[:1] or pending.shape != slots.shape:
         raise ValueError(
             f"gdn_decode wants projected [B, R, {columns}], slots [B], pending [B]; got {tuple(projected.shape)}, "
             f"{tuple(slots.shape)}, {tuple(pending.shape)}"
         )
-    operands = (projected, state, raw_rows, gate_rows, slots, pending, conv_weight, a_log, dt_bias, norm_weight)
+    operands = (projected, state, raw_rows, gate_rows, slots, pending, constants)
     if projected.is_cuda:
-        heads, value_dim = a_log.shape[0], norm_weight.shape[0]
-        rows, kept, silu = projected.shape[1], gate_rows.shape[1], activation == "silu"
-        plan = choose_plan(DeltaPlan(key_heads, heads, key_dim, value_dim, rows, kept, silu), projected.shape[0])
-        reason = _why_not_here(plan, projected.device, _as_the_kernel_reads(*operands))
+        plan = choose_plan(plan_for(constants, projected.shape[1], gate_rows.shape[1]), projected.shape[0], settled)
+        reason = _why_not_cuda(plan, projected.device, _as_the_kernel_reads(*operands))
         if reason is None:
-            out = projected.new_empty((*projected.shape[:2], heads * value_dim))
+            out = projected.new_empty((*projected.shape[:2], constants.parts[1]))
             launch = launch_for(plan, projected.shape[0], projected.device, default_cache_dir())
-            launch(pack_arguments(*operands, out, raw_rows, gate_rows, eps))
+            launch(pack_arguments(*operands, out, raw_rows, gate_rows))
             return out
-    return gdn_decode_reference(
-        projected,
-        state,
-        raw_rows,
-        gate_rows,
-        slots,
-        pending,
-        conv_weight,
-        a_log,
-        dt_bias,
-        norm_weight,
-        key_heads,
-        key_dim,
-        eps,
-        activation,
-    )
+    if runs_triton(projected):
+        reason = why_not_triton(projected, (state, raw_rows, gate_rows, slots, pending), constants)
+        if reason is None:
+            return gdn_decode_triton(*operands)
+        _say(f"gdn_decode runs its reference: {reason}")
+    return gdn_decode_reference(*operands)
 
 
-def choose_plan(plan: DeltaPlan, sequences: int) -> DeltaPlan:
+def gdn_decode_triton(
+    projected: Tensor,
+    state: Tensor,
+    raw_rows: Tensor,
+    gate_rows: Tensor,
+    slots: Tensor,
+    pending: Tensor,
+    constants: DeltaConstants,
+) -> Tensor:
+    """Queue the portable kernels."""
+    count, rows = projected.shape[:2]
+    replay = Replay(gate_rows, pending)
+    prepared = prepare(projected, raw_rows, slots, constants, replay)
+    out = projected.new_empty((count * rows, constants.parts[1]))
+    recur(prepared, state, slots, constants, replay, out)
+    close(out, projected, constants)
+    keep(projected, raw_rows, slots, constants, replay)
+    return out.view(count, rows, -1)
+
+
+def plan_for(constants: DeltaConstants, rows: int, kept: int) -> DeltaPlan:
+    """The plan of a layer for windows of `rows` rows, with room for `kept` pending ones."""
+    c = constants
+    return DeltaPlan(c.key_heads, c.heads, c.key_dim, c.value_dim, rows, kept, c.activation == "silu")
+
+
+def choose_plan(plan: DeltaPlan, sequences: int, settled: bool = False) -> DeltaPlan:
     """The plan for a number of sequences."""
-    return replace(plan, parts=[parts for first, parts in PARTS if sequences >= first][-1])
+    plans = SETTLED_PLANS if settled else PLANS
+    return planned(plan, [choice for choice in plans if sequences >= choice.sequences][-1], sequences)
+
+
+def planned(plan: DeltaPlan, choice: Choice, sequences: int) -> DeltaPlan:
+    """A plan with a choice's fields."""
+    units = sequences * plan.key_heads
+    rounds = 1 if choice.clusters is None else -(-units // choice.clusters)
+    return replace(plan, parts=choice.parts, early=choice.early, rounds=rounds)
 
 
 @cache
@@ -239,7 +267,7 @@ def launch_for(
         cubin,
         "gdn_decode_kernel",
         device,
-        sequences * plan.blocks,
+        plan.blocks(sequences),
         plan.threads,
         plan.shared_bytes,
         cluster=plan.cluster,
@@ -254,14 +282,10 @@ def pack_arguments(
     gate_rows: Tensor,
     slots: Tensor,
     pending: Tensor,
-    conv_weight: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    norm_weight: Tensor,
+    constants: DeltaConstants,
     out: Tensor,
     raw_to: Tensor,
     gates_to: Tensor,
-    eps: float,
 ) -> bytes:
     """struct Arguments of `gdn_decode.cu`; rows may be written to other tensors than they are read from."""
     pointers = (
@@ -273,14 +297,15 @@ def pack_arguments(
         gates_to,
         slots,
         pending,
-        conv_weight,
-        a_log,
-        dt_bias,
-        norm_weight,
+        constants.conv_weight,
+        constants.a_log,
+        constants.dt_bias,
+        constants.norm_weight,
         out,
     )
     addresses = [tensor.data_ptr() for tensor in pointers]
-    return struct.pack(f"{len(addresses)}Pqqf4x", *addresses, projected.stride(1), state.shape[0], eps)
+    sizes = (projected.stride(1), state.shape[0], projected.shape[0])
+    return struct.pack(f"{len(addresses)}Pqqif", *addresses, *sizes, constants.eps)
 
 
 def _as_the_kernel_reads(
@@ -290,32 +315,34 @@ def _as_the_kernel_reads(
     gate_rows: Tensor,
     slots: Tensor,
     pending: Tensor,
-    conv_weight: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    norm_weight: Tensor,
+    constants: DeltaConstants,
 ) -> bool:
     """Whether dtypes, strides and alignment are those that the addresses in the kernel assume."""
-    halves = (projected, raw_rows, gate_rows, norm_weight)
-    floats = (state, conv_weight, a_log, dt_bias)
-    whole = (state, raw_rows, gate_rows, slots, pending, conv_weight, a_log, dt_bias, norm_weight)
+    halves = (projected, raw_rows, gate_rows, constants.norm_weight)
+    floats = (state, constants.conv_weight, constants.a_log, constants.dt_bias)
+    whole = (*halves[1:], *floats, slots, pending)
     batch, row, column = projected.stride()
     return (
         all(t.dtype == torch.bfloat16 for t in halves)
         and all(t.dtype == torch.float32 for t in floats)
         and slots.dtype == pending.dtype == torch.int64
         and all(t.is_contiguous() for t in whole)
-        and all(t.data_ptr() % 16 == 0 for t in (projected, state, raw_rows, conv_weight))
+        and all(t.data_ptr() % 16 == 0 for t in (projected, state, raw_rows, constants.conv_weight))
         and column == 1
         and row % 8 == 0
         and (batch == projected.shape[1] * row or projected.shape[0] == 1)
-        and conv_weight.shape[1] == TAPS
+        and constants.history == TAPS - 1
     )
 
 
 @cache
-def _why_not_here(plan: DeltaPlan, device: torch.device, readable: bool) -> str | None:
-    """Why the reference runs on a GPU, said once."""
+def _say(sentence: str) -> None:
+    logger.info(sentence)
+
+
+@cache
+def _why_not_cuda(plan: DeltaPlan, device: torch.device, readable: bool) -> str | None:
+    """Why the CUDA kernel does not run, said once."""
     reason = missing_for_cuda()
     if reason is None and not readable:
         reason = f"the kernel reads contiguous bf16 rows, float32 state and {TAPS} taps"
@@ -324,7 +351,7 @@ def _why_not_here(plan: DeltaPlan, device: torch.device, readable: bool) -> str 
     if reason is None and torch.cuda.get_device_capability(device)[0] < 9:
         reason = "the kernel needs compute capability 9.0 (clusters)"
     if reason is not None:
-        logger.info("gdn_decode runs its reference: %s", reason)
+        _say(f"gdn_decode does not run its CUDA kernel: {reason}")
     return reason
 
 
@@ -345,12 +372,14 @@ def gdn_decode_inputs(
         "gate_rows": rand(b + 1, r, 2 * heads).to(dtype),
         "slots": torch.arange(1, b + 1, device=device),
         "pending": torch.randint(0, r + 1, (b,), generator=make, device=device),
-        "conv_weight": rand(channels, 4) / 2,
-        "a_log": torch.linspace(0, 2, heads, device=device),
-        "dt_bias": torch.ones(heads, device=device),
-        "norm_weight": (1 + 0.1 * rand(value_dim)).to(dtype),
-        "key_heads": key_heads,
-        "key_dim": key_dim,
-        "eps": 1e-6,
-        "activation": "sigmoid",
+        "constants": DeltaConstants(
+            conv_weight=rand(channels, 4) / 2,
+            a_log=torch.linspace(0, 2, heads, device=device),
+            dt_bias=torch.ones(heads, device=device),
+            norm_weight=(1 + 0.1 * rand(value_dim)).to(dtype),
+            key_heads=key_heads,
+            key_dim=key_dim,
+            eps=1e-6,
+            activation="sigmoid",
+        ),
     }

@@ -11,11 +11,13 @@
 // lane in order, then a tree over lanes), units in order; products as in linear.cu; blocks of the cluster in order.
 
 #include "stream.cuh"
+#include "formats.cuh"
 
 // N, RANK       weight rows with inject, without
 // STREAMS, D    streams and the width of one
 // PARTS         blocks of a cluster for each stream
 // ROWS          weight rows of a cluster
+// FORMAT        of the weights: bf16, FP8 with a scale for each row, or MXFP8; see formats.cuh
 // X_ROWS        rows of x at most: 1 to 8, or 16
 // WRITE         whether an output waits to be written to the streams
 // NORM_FIRST    1: rounds n to bf16 and multiplies it, as the source does. 0: multiplies bf16(R scale) and applies 1 / rms to
@@ -31,22 +33,25 @@ constexpr int STEPS = COLUMNS / 256;  // of 32 columns, of a warp; also the unit
 constexpr int WIDTHS = (ROWS + 7) / 8;
 constexpr bool TALL = X_ROWS > 8;
 constexpr int ROUNDS = (X_ROWS * STEPS + WARPS - 1) / WARPS;  // units of a warp
-constexpr int PIECE_BYTES = ROWS * STEPS * 64;
+constexpr int PIECE_BYTES = STEPS * unit_bytes(ROWS);
 constexpr int X_PITCH = COLUMNS * 2 + 64;  // 64 modulo 128 bytes: two rows of x side by side in the banks
 constexpr int PITCH = (WIDTHS + (WIDTHS % 2 == 0)) * 8;
 static_assert(COLUMNS * PARTS == D && STEPS * 256 == COLUMNS && X_ROWS <= 16, "shape");
-// idle lanes read up to 448 bytes past the last weight row: the scale lies there
+static_assert(UNIT_STEPS == 1 && !BLOCK_SCALES, "format");
+// idle lanes read up to 448 bytes past the last weight row: the norm's scale lies there
 constexpr int SCALE_AT = WARPS * PIECE_BYTES;
 constexpr int X_AT = SCALE_AT + COLUMNS * 4;
 constexpr int SUMS_AT = X_AT + X_ROWS * X_PITCH;
 constexpr int PARTIAL_AT = SUMS_AT + WARPS * X_ROWS * PITCH * 4;
 constexpr int SQUARES_AT = PARTIAL_AT + X_ROWS * ROWS * 4;
 constexpr int TOTALS_AT = SQUARES_AT + X_ROWS * STEPS * 4;
-constexpr int BARRIERS_AT = (TOTALS_AT + X_ROWS * 4 + 7) / 8 * 8;
+constexpr int ROW_SCALES_AT = TOTALS_AT + X_ROWS * 4;
+constexpr int BARRIERS_AT = (ROW_SCALES_AT + (ROW_SCALES ? ROWS * 4 : 0) + 7) / 8 * 8;
 
 struct Arguments {
   const u8* tape;
-  const float* scale;
+  const float* row_scales;  // of weight rows
+  const float* scale;       // of the norm
   const u16 *residual, *y, *weights;
   u16 *new_residual, *normed, *low, *new_weights;
   int rows;
@@ -84,6 +89,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) hc_down_kernel(con
   float* partial = (float*)(shared + PARTIAL_AT);
   float* squares = (float*)(shared + SQUARES_AT);
   float* totals = (float*)(shared + TOTALS_AT);
+  float* row_scales = (float*)(shared + ROW_SCALES_AT);
   const int first_column = stream * D + part * COLUMNS;
 
   if (lane == 0) {
@@ -100,6 +106,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) hc_down_kernel(con
   }
   __syncthreads();
   launch_dependents();
+  if (ROW_SCALES)
+    for (int i = threadIdx.x; i < ROWS; i += THREADS) row_scales[i] = load_global_float(a.row_scales + min(group * ROWS + i, N - 1));
   wait_for_predecessor();
 
   // ---- R of this block's columns: all loads first, no branch around them
@@ -179,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) hc_down_kernel(con
   for (int i = 0; i < WIDTHS * 8; i++) (&acc[0][0][0])[i] = 0.f;
   const u32 top = base + X_AT + min(g, X_ROWS - 1) * X_PITCH + warp * STEPS * 64 + t * 16;
   const u32 bottom = base + X_AT + min(g + 8, X_ROWS - 1) * X_PITCH + warp * STEPS * 64 + t * 16;
-  const u32 weights = base + warp * PIECE_BYTES + g * 64 + t * 16;
+  const u32 weights = base + warp * PIECE_BYTES;
   barrier_wait(barriers + 16 * warp, 0);
 #pragma unroll
   for (int i = 0; i < STEPS; i++) {
@@ -188,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) hc_down_kernel(con
     if (TALL) z = load_shared(bottom + i * 64);
 #pragma unroll
     for (int width = 0; width < WIDTHS; width++) {
-      const Words w = load_shared(weights + i * (ROWS * 64) + width * 512);
+      const Words w = decode(load_codes(weights + i * unit_bytes(ROWS), ROWS, width * 8 + g, t), 0, t);
       matrix_step(acc[width][0], x.x, z.x, x.y, z.y, w.x, w.y);
       matrix_step(acc[width][1], x.z, z.z, x.w, z.w, w.z, w.w);
     }
@@ -234,6 +242,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) hc_down_kernel(con
       }
       value += NORM_FIRST ? of_stream : of_stream * inverse_root(total / D + a.eps);
     }
+    if (ROW_SCALES) value *= row_scales[e % ROWS];
     // the source rounds the product, divides, rounds the function
     value = lower(to_bf16(value)) / STREAMS;
     if (row < RANK)

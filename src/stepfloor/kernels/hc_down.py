@@ -8,9 +8,11 @@
 Source: transformers 5.24, Qwen4ExpTextGatedResidual.forward and the write in Qwen4ExpTextDecoderLayer.forward.
 The source rounds every step to the model's dtype; so does the reference.
 
-On a GPU the bf16 matrix is repacked once, at load (`hc_down_repack`), and one kernel, `hc_down.cu`, does all of it.
+On a GPU the matrix is repacked once, at load (`hc_down_repack`), and one kernel, `hc_down.cu`, does all of it.
 Its sums depend on the shape alone, never on the number of rows. It rounds where the source does; its n and its sums
 come in another order, so it may differ from the reference by one bf16 step of n and what that moves in the product.
+More rows than a decode step has, and matrices that are not repacked, go through three: write and norms, a product, and
+what follows it.
 """
 
 import logging
@@ -25,24 +27,42 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stepfloor.formats.codec import PackedWeight, quantize
-from stepfloor.kernels._jit import Launch, compile_cuda, default_cache_dir, device_arch, missing_for_cuda
+from stepfloor.kernels._jit import (
+    Launch,
+    compile_cuda,
+    default_cache_dir,
+    dependent_launch,
+    device_arch,
+    missing_for_cuda,
+    runs_triton,
+    start,
+    tl,
+    triton,
+)
+from stepfloor.kernels._product import packed_product
 from stepfloor.kernels._stream import (
     ROW_CAPACITIES,
     SHARED_LIMIT_OF_TWO,
-    STEP_BYTES,
     WARPS,
     StreamPlan,
+    dense_launch,
+    dense_matrix,
+    outer_scales,
     pack_tape,
     readable,
     row_capacity,
+    say_once,
+    stack_all,
     unpack_tape,
+    why_not_streamed,
 )
 from stepfloor.kernels._torch import product, rms_norm, sigmoid, silu
 
 logger = logging.getLogger(__name__)
 
-MAX_ROWS = 64  # more rows are prefill: the library multiplies
+MAX_ROWS = 80  # more rows are prefill: the library multiplies
 UNIT_COLUMNS = 256  # a warp reads 8 columns a lane at a time
+FORMATS = ("bf16", "fp8_channel", "fp8_tensor", "mxfp8")  # that `hc_down.cu` reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +72,7 @@ class DownPlan:
     parts       blocks of a cluster for each stream
     rows        weight rows of a cluster
     norm_first  whether n is rounded before the product, as in the source, or 1 / rms applied to the sums after it
+    format      of the matrix as stored
     """
 
     n: int
@@ -61,6 +82,7 @@ class DownPlan:
     parts: int
     rows: int
     norm_first: bool = True
+    format: str = "bf16"
 
     @property
     def stream(self) -> StreamPlan:
@@ -68,16 +90,21 @@ class DownPlan:
         columns = self.d // self.parts
         steps = columns // UNIT_COLUMNS
         split = self.streams * self.parts
-        return StreamPlan(self.n, self.streams * self.d, split, WARPS, 1, self.rows, self.rows, steps, steps, 1)
+        width, rows = self.streams * self.d, self.rows
+        return StreamPlan(self.n, width, split, WARPS, 1, rows, rows, steps, steps, 1, self.format)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StreamedDown:
-    """The down and inject rows in the order `hc_down.cu` reads them. Make it with `hc_down_repack`."""
+    """The down and inject rows in the order `hc_down.cu` reads them. Make it with `hc_down_repack`.
+
+    scales  float32 [N], one for each row, where the format has them
+    """
 
     plan: DownPlan
     tape: Tensor
     cache_dir: Path
+    scales: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -87,11 +114,11 @@ class StreamedDown:
     @property
     def num_bytes(self) -> int:
         """Bytes on the device."""
-        return self.tape.numel()
+        return self.tape.numel() + (0 if self.scales is None else 4 * self.scales.numel())
 
     def unpack(self) -> PackedWeight:
-        """The rows as they were stored, copied."""
-        return PackedWeight("bf16", self.shape, unpack_tape(self.tape, self.plan.stream))
+        """The rows as they were stored, copied; scales come back as float32."""
+        return unpack_tape(self.tape, self.plan.stream, self.scales)
 
 
 def hc_down_reference(
@@ -151,12 +178,23 @@ def hc_down(
             f"{tuple(residual.shape)}, y {written[0]}, weights {written[1]}, norm_scale {tuple(norm_scale.shape)}, "
             f"down {[w.shape for w in down]}"
         )
-    if len(down) == 1 and isinstance(down[0], StreamedDown) and residual.is_cuda and residual.dtype == torch.bfloat16:
-        if 0 < count <= MAX_ROWS:
-            return stream_down(residual, y, y_weights, norm_scale, down[0], eps)
-        return _with_library(residual, y, y_weights, norm_scale, down[0], eps)
-    plain = [w.unpack() if isinstance(w, StreamedDown) else w for w in down]
+    streamable = residual.is_cuda and residual.dtype == torch.bfloat16 and 0 < count <= MAX_ROWS
+    if streamable and len(down) == 1 and isinstance(down[0], StreamedDown):
+        return stream_down(residual, y, y_weights, norm_scale, down[0], eps)
+    if runs_triton(residual):
+        written, normed = launch_norms(residual, y, y_weights, norm_scale, streams, eps)
+        if len(down) == 1 and isinstance(down[0], StreamedDown) and residual.dtype == torch.bfloat16:
+            matrix = dense_matrix(down[0].tape, down[0].plan.stream, down[0].scales, down[0].cache_dir)
+            projected = F.linear(normed, matrix)
+        else:
+            projected = packed_product(normed, _stored(down))
+        return written, normed, *launch_activations(projected, rank, streams)
+    plain = _stored(down)
     return hc_down_reference(residual, y, y_weights, norm_scale, plain, rank, streams, eps)
+
+
+def _stored(down: Sequence[PackedWeight | StreamedDown]) -> list[PackedWeight]:
+    return [w.unpack() if isinstance(w, StreamedDown) else w for w in down]
 
 
 def hc_down_repack(
@@ -171,20 +209,24 @@ def hc_down_repack(
 
     cache_dir  where compiled kernels are kept; the user's cache directory where None
     max_rows   kernels for up to this many rows are loaded now; others at their first call, which no graph may be
-    Returns one StreamedDown, its kernels compiled, or the weights unchanged on the device with one log line saying why.
+    Returns one StreamedDown, its kernels compiled, or the weights unchanged on the device; why is logged once for all
+    weights with the same reason.
     """
     target = torch.device(device)
-    reason = _why_not_streamed(down, streams, target)
-    if reason is not None:
-        logger.info("hc_down stays with torch: %s", reason)
-        return tuple(w.to(target) for w in down)
-    if target.index is None:
-        target = torch.device(target.type, torch.cuda.current_device())
-    joined = torch.cat([w.data.to(target) for w in down])
+    if target.type == "cuda" and target.index is None:
+        target = torch.device("cuda", torch.cuda.current_device())
+    down = tuple(w.to(target) for w in down)
+    joined = stack_all(down)
+    reason = joined if isinstance(joined, str) else _why_not_streamed(joined, streams, target)
+    if isinstance(joined, str) or reason is not None:
+        say_once(logger, f"hc_down is not repacked: {reason}")
+        return down
     count = torch.cuda.get_device_properties(target).multi_processor_count
     d = joined.shape[1] // streams
-    plan = plan_down(joined.shape[0], rank, streams, d, count, blocks_of_a_stream(d))
-    streamed = StreamedDown(plan, pack_tape(joined, plan.stream), cache_dir or default_cache_dir())
+    plan = plan_down(joined.shape[0], rank, streams, d, count, blocks_of_a_stream(d), format_name=joined.format)
+    tape = pack_tape(joined, plan.stream)
+    streamed = StreamedDown(plan, tape, cache_dir or default_cache_dir(), outer_scales(joined))
+    dense_launch(plan.stream, (1, plan.n, plan.n), target, streamed.cache_dir)
     for capacity in (c for c in ROW_CAPACITIES if c <= row_capacity(max_rows)):
         for write in (True, False):
             launch_for(plan, capacity, write, target, streamed.cache_dir)
@@ -199,10 +241,18 @@ def blocks_of_a_stream(d: int) -> int:
 
 
 def plan_down(
-    n: int, rank: int, streams: int, d: int, multiprocessors: int, parts: int, norm_first: bool = True
+    n: int,
+    rank: int,
+    streams: int,
+    d: int,
+    multiprocessors: int,
+    parts: int,
+    norm_first: bool = True,
+    format_name: str = "bf16",
 ) -> DownPlan:
     """One wave of clusters. The order of sums depends on the shape and parts."""
-    return DownPlan(n, rank, streams, d, parts, -(-n // max(1, multiprocessors // (streams * parts))), norm_first)
+    rows = -(-n // max(1, multiprocessors // (streams * parts)))
+    return DownPlan(n, rank, streams, d, parts, rows, norm_first, format_name)
 
 
 def stream_down(
@@ -244,7 +294,7 @@ def queue_down(
         launch = launch_for(down.plan, capacity, y is not None, residual.device, down.cache_dir, dependent)
         given = (residual[part], None if y is None else y[part], None if y_weights is None else y_weights[part])
         written, normed, low, weights = (t[part] for t in outputs)
-        launch(pack_arguments(down.tape, norm_scale, *given, written, normed, low, weights, eps))
+        launch(pack_arguments(down.tape, norm_scale, *given, written, normed, low, weights, eps, down.scales))
 
 
 def pack_arguments(
@@ -258,10 +308,11 @@ def pack_arguments(
     low: Tensor,
     new_weights: Tensor,
     eps: float,
+    scales: Tensor | None = None,
 ) -> bytes:
     """struct Arguments of `hc_down.cu`."""
-    tensors = (tape, norm_scale, residual, y, y_weights, new_residual, normed, low, new_weights)
-    return struct.pack("9Pif", *(0 if t is None else t.data_ptr() for t in tensors), residual.shape[0], eps)
+    tensors = (tape, scales, norm_scale, residual, y, y_weights, new_residual, normed, low, new_weights)
+    return struct.pack("10Pif", *(0 if t is None else t.data_ptr() for t in tensors), residual.shape[0], eps)
 
 
 @cache
@@ -294,6 +345,7 @@ def kernel_macros(plan: DownPlan, capacity: int, write: bool) -> dict[str, int]:
         "X_ROWS": capacity,
         "WRITE": int(write),
         "NORM_FIRST": int(plan.norm_first),
+        "FORMAT": plan.stream.coding.number,
         # 2 where the next kernel's block fits beside this one: 128 registers a thread and half of the shared memory
         "PER_SM": 2 if shared_bytes(plan, capacity) <= SHARED_LIMIT_OF_TWO else 1,
     }
@@ -304,29 +356,116 @@ def shared_bytes(plan: DownPlan, capacity: int) -> int:
     columns, steps = plan.d // plan.parts, plan.stream.steps
     widths = -(-plan.rows // 8)
     pitch = (widths + (widths % 2 == 0)) * 8
-    weights = WARPS * plan.rows * steps * STEP_BYTES
+    weights = WARPS * plan.stream.piece_bytes
     staged = columns * 4 + capacity * (columns * 2 + 64)
     sums = (WARPS * pitch + plan.rows + steps + 1) * capacity * 4
-    return -(-(weights + staged + sums) // 8) * 8 + WARPS * 16
+    scales = plan.rows * 4 if plan.format in ("fp8_channel", "fp8_tensor") else 0
+    return -(-(weights + staged + sums + scales) // 8) * 8 + WARPS * 16
 
 
-def _with_library(
-    residual: Tensor, y: Tensor | None, y_weights: Tensor | None, norm_scale: Tensor, down: StreamedDown, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    plan = down.plan
-    if y is not None and y_weights is not None:
-        residual = residual + (y.unsqueeze(-2) * y_weights.unsqueeze(-1)).flatten(-2)
-    normed = rms_norm(residual, norm_scale, eps, plan.streams)
-    projected = F.linear(normed, down.unpack().data) / plan.streams
-    return residual, normed, silu(projected[:, : plan.rank]), 2 * sigmoid(projected[:, plan.rank :])
+def launch_norms(
+    residual: Tensor, y: Tensor | None, y_weights: Tensor | None, norm_scale: Tensor, streams: int, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Queue the write and the norms: residual and n [T, S * D]. Without y the residual is the one given."""
+    count, width = residual.shape
+    d = width // streams
+    write = y is not None and y_weights is not None
+    residual = residual.contiguous()
+    written = torch.empty_like(residual) if write else residual
+    normed = torch.empty_like(residual)
+    _norms_kernel[count, streams](
+        residual,
+        y.contiguous() if y is not None and write else None,
+        y_weights.contiguous() if y_weights is not None and write else None,
+        norm_scale,
+        written,
+        normed,
+        d,
+        eps,
+        STREAMS=streams,
+        BLOCK=triton.next_power_of_2(d),
+        WRITE=write,
+        **dependent_launch(residual),
+    )
+    return written, normed
 
 
-def _why_not_streamed(down: Sequence[PackedWeight], streams: int, device: torch.device) -> str | None:
+def launch_activations(projected: Tensor, rank: int, streams: int) -> tuple[Tensor, Tensor]:
+    """Queue what follows the product: projected [T, rank (+ S)] to low [T, rank] and the next write weights."""
+    count, columns = projected.shape
+    low, weights = projected.new_empty((count, rank)), projected.new_empty((count, columns - rank))
+    block = 256
+    _activations_kernel[count, -(-columns // block)](
+        projected.contiguous(), low, weights, rank, columns, STREAMS=streams, BLOCK=block, **dependent_launch(projected)
+    )
+    return low, weights
+
+
+@triton.jit
+def _norms_kernel(
+    residual_ptr,
+    y_ptr,
+    y_weights_ptr,
+    scale_ptr,
+    written_ptr,
+    normed_ptr,
+    d,
+    eps,
+    STREAMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WRITE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # One program: one stream of one row.
+    start(PDL)
+    dtype: tl.constexpr = normed_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    stream = tl.program_id(1)
+    channel = tl.arange(0, BLOCK)
+    live = channel < d
+    at = (row * STREAMS + stream) * d + channel
+    residual = tl.load(residual_ptr + at, mask=live, other=0).to(tl.float32)
+    if WRITE:
+        y = tl.load(y_ptr + row * d + channel, mask=live, other=0).to(tl.float32)
+        weight = tl.load(y_weights_ptr + row * STREAMS + stream).to(tl.float32)
+        residual = (residual + (y * weight).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+        tl.store(written_ptr + at, residual.to(dtype), mask=live)
+    rms = tl.rsqrt(tl.sum(residual * residual, 0) / d + eps)
+    scale = tl.load(scale_ptr + stream * d + channel, mask=live, other=0)
+    tl.store(normed_ptr + at, (residual * rms * scale).to(dtype), mask=live)
+
+
+@triton.jit
+def _activations_kernel(
+    projected_ptr,
+    low_ptr,
+    weights_ptr,
+    rank,
+    columns,
+    STREAMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # One program: BLOCK columns of one row.
+    start(PDL)
+    dtype: tl.constexpr = projected_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(projected_ptr + row * columns + column, mask=column < columns, other=0).to(tl.float32)
+    value = (value / STREAMS).to(dtype).to(tl.float32)
+    grown = 1.0 + tl.exp(-value)
+    tl.store(low_ptr + row * rank + column, (value / grown).to(dtype), mask=column < rank)
+    weight = 2.0 * (1.0 / grown).to(dtype).to(tl.float32)
+    to_ptr = weights_ptr + row * (columns - rank) + column - rank
+    tl.store(to_ptr, weight.to(dtype), mask=(column >= rank) & (column < columns))
+
+
+def _why_not_streamed(down: PackedWeight, streams: int, device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"{device} is no CUDA device"
-    if any(w.format != "bf16" for w in down):
-        return "the kernel reads bf16 matrices"
-    width = down[0].shape[1]
+    if down.format not in FORMATS:
+        return f"the kernel reads matrices in {', '.join(FORMATS)}, not {down.format}"
+    n, width = down.shape
     if width % (streams * UNIT_COLUMNS) or streams != 4:
         return f"the kernel wants 4 streams of a multiple of {UNIT_COLUMNS} columns, not {streams} in {width}"
     missing = missing_for_cuda()
@@ -334,10 +473,12 @@ def _why_not_streamed(down: Sequence[PackedWeight], streams: int, device: torch.
         return missing
     if torch.cuda.get_device_capability(device)[0] < 9:
         return "the kernel needs compute capability 9.0 (bulk copies, clusters)"
+    reason = why_not_streamed(down)
+    if reason is not None:
+        return reason
     properties = torch.cuda.get_device_properties(device)
-    n = sum(w.shape[0] for w in down)
-    d = width // streams
-    plan = plan_down(n, n, streams, d, properties.multi_processor_count, blocks_of_a_stream(d))
+    d, count = width // streams, properties.multi_processor_count
+    plan = plan_down(n, n, streams, d, count, blocks_of_a_stream(d), format_name=down.format)
     wanted = shared_bytes(plan, ROW_CAPACITIES[-1])
     if wanted > properties.shared_memory_per_multiprocessor - 1024:  # 1 KB of every block is the system's
         return f"its kernel wants {wanted} bytes of shared memory, more than {properties.name} has"

@@ -5,10 +5,12 @@
 // Warps: STREAMS x HALVES share the rows, SLICES share the columns of a row. Sums as in linear.cu, whatever the row count.
 
 #include "stream.cuh"
+#include "formats.cuh"
 
 // D, STREAMS, RANK  width of a stream, streams, columns of `up`
 // COLUMNS           channels of a block
 // SLICES            warps that share the columns of a row: 1 or 2
+// FORMAT            of the weights: bf16, FP8 with a scale for each row, or MXFP8; see formats.cuh
 // X_ROWS            rows at most: 1 to 8, or 16
 // PER_SM            blocks that fit on a multiprocessor together
 
@@ -19,15 +21,18 @@ constexpr int ROWS = COLUMNS / HALVES;  // weight rows of a warp
 constexpr int STEPS = RANK / (32 * SLICES);
 constexpr int WIDTHS = (ROWS + 7) / 8;
 constexpr bool TALL = X_ROWS > 8;
-constexpr int PIECE_BYTES = ROWS * STEPS * 64;
+constexpr int PIECE_BYTES = STEPS * unit_bytes(ROWS);
 constexpr int PITCH = (WIDTHS + (WIDTHS % 2 == 0)) * 8;
 constexpr int ROUNDS = (X_ROWS * COLUMNS + THREADS - 1) / THREADS;
 static_assert(HALVES * STREAMS * SLICES == WARPS && ROWS * HALVES == COLUMNS && STEPS * 32 * SLICES == RANK, "plan");
+static_assert(UNIT_STEPS == 1 && !BLOCK_SCALES, "format");
 constexpr int SUMS_AT = WARPS * PIECE_BYTES + 512;  // 512: what idle lanes read past the last row
-constexpr int BARRIERS_AT = SUMS_AT + WARPS * X_ROWS * PITCH * 4;
+constexpr int ROW_SCALES_AT = SUMS_AT + WARPS * X_ROWS * PITCH * 4;
+constexpr int BARRIERS_AT = (ROW_SCALES_AT + (ROW_SCALES ? STREAMS * COLUMNS * 4 : 0) + 7) / 8 * 8;
 
 struct Arguments {
   const u8* tape;
+  const float* row_scales;  // in the order of the tape
   const u16 *low, *normed;
   u16* out;
   int rows;
@@ -38,6 +43,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) hc_mix_kernel(cons
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const u32 base = shared_address(shared), barrier = base + BARRIERS_AT + warp * 8;
   float* sums = (float*)(shared + SUMS_AT);
+  float* row_scales = (float*)(shared + ROW_SCALES_AT);
   if (lane == 0) {
     barrier_init(barrier, 1);
     barrier_init_done();
@@ -47,6 +53,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) hc_mix_kernel(cons
   }
   __syncwarp();
   launch_dependents();
+  if (ROW_SCALES)
+    for (int i = threadIdx.x; i < STREAMS * COLUMNS; i += THREADS)
+      row_scales[i] = load_global_float(a.row_scales + blockIdx.x * (STREAMS * COLUMNS) + i);
   wait_for_predecessor();
 
   Words x[STEPS], z[TALL ? STEPS : 1];
@@ -71,13 +80,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) hc_mix_kernel(cons
   float acc[WIDTHS][2][4];
 #pragma unroll
   for (int i = 0; i < WIDTHS * 8; i++) (&acc[0][0][0])[i] = 0.f;
-  const u32 weights = base + warp * PIECE_BYTES + g * 64 + t * 16;
+  const u32 weights = base + warp * PIECE_BYTES;
   barrier_wait(barrier, 0);
 #pragma unroll
   for (int i = 0; i < STEPS; i++)
 #pragma unroll
     for (int width = 0; width < WIDTHS; width++) {
-      const Words w = load_shared(weights + i * (ROWS * 64) + width * 512);
+      const Words w = decode(load_codes(weights + i * unit_bytes(ROWS), ROWS, width * 8 + g, t), 0, t);
       if constexpr (TALL) {
         matrix_step(acc[width][0], x[i].x, z[i].x, x[i].y, z[i].y, w.x, w.y);
         matrix_step(acc[width][1], x[i].z, z[i].z, x[i].w, z[i].w, w.z, w.w);
@@ -106,6 +115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) hc_mix_kernel(cons
 #pragma unroll
       for (int slice = 0; slice < SLICES; slice++)
         value += sums[(((s * HALVES + j / ROWS) * SLICES + slice) * X_ROWS + m) * PITCH + j % ROWS];
+      if (ROW_SCALES) value *= row_scales[s * COLUMNS + j];
       const float gate = lower(to_bf16(sigmoid(lower(to_bf16(value)))));
       total += lower(to_bf16(gate * lower(n[i][s])));
     }

@@ -4,8 +4,9 @@
 
 Source: transformers 5.24, Qwen4ExpTextGatedResidual.forward.
 
-On a GPU the bf16 matrix is repacked once, at load (`hc_mix_repack`), so that one block of `hc_mix.cu` holds the rows of
+On a GPU the matrix is repacked once, at load (`hc_mix_repack`), so that one block of `hc_mix.cu` holds the rows of
 the same channels of every stream and finishes them. Its sums depend on the shape alone, never on the number of rows.
+More rows than a decode step has, and matrices that are not repacked, go through a product and one kernel for the rest.
 """
 
 import logging
@@ -20,24 +21,43 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stepfloor.formats.codec import PackedWeight, quantize
-from stepfloor.kernels._jit import Launch, compile_cuda, default_cache_dir, device_arch, missing_for_cuda
+from stepfloor.kernels._jit import (
+    Launch,
+    compile_cuda,
+    default_cache_dir,
+    dependent_launch,
+    device_arch,
+    missing_for_cuda,
+    runs_triton,
+    start,
+    tl,
+    triton,
+)
+from stepfloor.kernels._product import packed_product
 from stepfloor.kernels._stream import (
     ROW_CAPACITIES,
     SHARED_LIMIT_OF_TWO,
-    STEP_BYTES,
     STEP_COLUMNS,
     WARPS,
     StreamPlan,
+    dense_launch,
+    dense_matrix,
+    outer_scales,
     pack_tape,
     readable,
     row_capacity,
+    say_once,
+    stack_all,
     unpack_tape,
+    why_not_streamed,
 )
 from stepfloor.kernels._torch import product, sigmoid
 
 logger = logging.getLogger(__name__)
 
-MAX_ROWS = 64  # more rows are prefill: the library multiplies
+MAX_ROWS = 80  # more rows are prefill: the library multiplies
+BLOCK_CHANNELS = 1024
+FORMATS = ("bf16", "fp8_channel", "fp8_tensor", "mxfp8")  # that `hc_mix.cu` reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +65,7 @@ class MixPlan:
     """How the matrix [S * D, rank] is cut; the macros of `hc_mix.cu` have these names.
 
     columns  channels of a block; slices  warps that share the columns of a weight row
+    format   of the matrix as stored
     """
 
     d: int
@@ -52,6 +73,7 @@ class MixPlan:
     rank: int
     columns: int
     slices: int
+    format: str = "bf16"
 
     @property
     def blocks(self) -> int:
@@ -65,16 +87,25 @@ class MixPlan:
         rows = self.columns * self.streams // stacks
         steps = self.rank // (STEP_COLUMNS * self.slices)
         n = self.blocks * self.columns * self.streams
-        return StreamPlan(n, self.rank, 1, self.slices, stacks, rows, rows, steps, steps, 1)
+        return StreamPlan(n, self.rank, 1, self.slices, stacks, rows, rows, steps, steps, 1, self.format)
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """How the rows of the tape are ordered, for `_stream.dense_matrix`."""
+        return self.streams, self.d, self.columns
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StreamedMix:
-    """The up matrix in the order `hc_mix.cu` reads it. Make it with `hc_mix_repack`."""
+    """The up matrix in the order `hc_mix.cu` reads it. Make it with `hc_mix_repack`.
+
+    scales  float32, one for each row of the tape, where the format has them
+    """
 
     plan: MixPlan
     tape: Tensor
     cache_dir: Path
+    scales: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -84,11 +115,11 @@ class StreamedMix:
     @property
     def num_bytes(self) -> int:
         """Bytes on the device."""
-        return self.tape.numel()
+        return self.tape.numel() + (0 if self.scales is None else 4 * self.scales.numel())
 
     def unpack(self) -> PackedWeight:
-        """The matrix as it was stored, copied."""
-        return PackedWeight("bf16", self.shape, unpack_mix(self.tape, self.plan))
+        """The matrix as it was stored, copied; scales come back as float32."""
+        return unpack_mix(self.tape, self.plan, self.scales)
 
 
 def hc_mix_reference(low: Tensor, normed: Tensor, up: Sequence[PackedWeight], streams: int) -> Tensor:
@@ -115,12 +146,16 @@ def hc_mix(low: Tensor, normed: Tensor, up: Sequence[PackedWeight | StreamedMix]
             f"hc_mix wants low [T, rank], normed [T, S * D], up [S * D, rank]; got low {tuple(low.shape)}, "
             f"normed {tuple(normed.shape)}, up {[w.shape for w in up]}, {streams} streams"
         )
-    if len(up) == 1 and isinstance(up[0], StreamedMix) and low.is_cuda and low.dtype == torch.bfloat16:
-        if 0 < low.shape[0] <= MAX_ROWS:
-            return stream_mix(low, normed, up[0])
-        gate = sigmoid(F.linear(low, up[0].unpack().data))
-        return (gate * normed).unflatten(-1, (streams, -1)).mean(-2)
+    streamable = low.is_cuda and low.dtype == torch.bfloat16 and 0 < low.shape[0] <= MAX_ROWS
+    if streamable and len(up) == 1 and isinstance(up[0], StreamedMix):
+        return stream_mix(low, normed, up[0])
+    if len(up) == 1 and isinstance(up[0], StreamedMix) and runs_triton(low) and low.dtype == torch.bfloat16:
+        plan = up[0].plan
+        matrix = dense_matrix(up[0].tape, plan.stream, up[0].scales, up[0].cache_dir, plan.order)
+        return launch_gates(F.linear(low, matrix), normed, streams)
     plain = [w.unpack() if isinstance(w, StreamedMix) else w for w in up]
+    if runs_triton(low):
+        return launch_gates(packed_product(low, plain), normed, streams)
     return hc_mix_reference(low, normed, plain, streams)
 
 
@@ -135,19 +170,23 @@ def hc_mix_repack(
 
     cache_dir  where compiled kernels are kept; the user's cache directory where None
     max_rows   kernels for up to this many rows are loaded now; others at their first call, which no graph may be
-    Returns one StreamedMix, its kernels compiled, or the weights unchanged on the device with one log line saying why.
+    Returns one StreamedMix, its kernels compiled, or the weights unchanged on the device; why is logged once for all
+    weights with the same reason.
     """
     target = torch.device(device)
-    reason = _why_not_streamed(up, streams, target)
-    if reason is not None:
-        logger.info("hc_mix stays with torch: %s", reason)
-        return tuple(w.to(target) for w in up)
-    if target.index is None:
-        target = torch.device(target.type, torch.cuda.current_device())
-    joined = torch.cat([w.data.to(target) for w in up])
+    if target.type == "cuda" and target.index is None:
+        target = torch.device("cuda", torch.cuda.current_device())
+    up = tuple(w.to(target) for w in up)
+    joined = stack_all(up)
+    reason = joined if isinstance(joined, str) else _why_not_streamed(joined, streams, target)
+    if isinstance(joined, str) or reason is not None:
+        say_once(logger, f"hc_mix is not repacked: {reason}")
+        return up
     count = torch.cuda.get_device_properties(target).multi_processor_count
-    plan = plan_mix(joined.shape[0] // streams, streams, joined.shape[1], count)
-    streamed = StreamedMix(plan, pack_mix(joined, plan), cache_dir or default_cache_dir())
+    plan = plan_mix(joined.shape[0] // streams, streams, joined.shape[1], count, format_name=joined.format)
+    tape, scales = pack_mix(joined, plan)
+    streamed = StreamedMix(plan, tape, cache_dir or default_cache_dir(), scales)
+    dense_launch(plan.stream, plan.order, target, streamed.cache_dir)
     for capacity in (c for c in ROW_CAPACITIES if c <= row_capacity(max_rows)):
         launch_for(plan, capacity, target, streamed.cache_dir)
     # kernels request weights before they wait for their predecessor, which the repacking must not be
@@ -155,24 +194,41 @@ def hc_mix_repack(
     return (streamed,)
 
 
-def plan_mix(d: int, streams: int, rank: int, multiprocessors: int, slices: int = 2) -> MixPlan:
+def plan_mix(
+    d: int, streams: int, rank: int, multiprocessors: int, slices: int = 2, format_name: str = "bf16"
+) -> MixPlan:
     """One wave of blocks. The order of sums depends on rank and slices."""
     halves = WARPS // (streams * slices)
     columns = -(-d // multiprocessors)
-    return MixPlan(d, streams, rank, columns + -columns % halves, slices)
+    return MixPlan(d, streams, rank, columns + -columns % halves, slices, format_name)
 
 
-def pack_mix(up: Tensor, plan: MixPlan) -> Tensor:
-    """bf16 [S * D, rank] to the bytes of a plan."""
-    padded = F.pad(up.view(plan.streams, plan.d, plan.rank), (0, 0, 0, plan.blocks * plan.columns - plan.d))
-    ordered = padded.view(plan.streams, plan.blocks, plan.columns, plan.rank).transpose(0, 1)
-    return pack_tape(ordered.reshape(-1, plan.rank), plan.stream)
+def pack_mix(up: PackedWeight, plan: MixPlan) -> tuple[Tensor, Tensor | None]:
+    """A matrix [S * D, rank] to the bytes of a plan, and its rows' scales in the same order."""
+    order = _rows_of_the_tape(plan, up.data.device)
+    scales = outer_scales(up)
+    if scales is not None:
+        scales = F.pad(scales, (0, 1))[order]
+    return pack_tape(up, plan.stream, order), scales
 
 
-def unpack_mix(tape: Tensor, plan: MixPlan) -> Tensor:
+def unpack_mix(tape: Tensor, plan: MixPlan, scales: Tensor | None = None) -> PackedWeight:
     """The inverse of pack_mix."""
-    ordered = unpack_tape(tape, plan.stream).view(plan.blocks, plan.streams, plan.columns, plan.rank)
-    return ordered.transpose(0, 1).reshape(plan.streams, -1, plan.rank)[:, : plan.d].reshape(-1, plan.rank)
+    whole = unpack_tape(tape, plan.stream, scales)
+    order = _rows_of_the_tape(plan, tape.device)
+    places = order.argsort()[: plan.streams * plan.d]  # dead rows come last
+    kept = None if whole.scale is None else whole.scale if whole.format == "fp8_tensor" else whole.scale[places]
+    # an index of float8 is not everywhere
+    data = whole.data.view(torch.uint8)[places].view(whole.data.dtype)
+    return PackedWeight(whole.format, (plan.streams * plan.d, plan.rank), data, kept)
+
+
+def _rows_of_the_tape(plan: MixPlan, device: torch.device) -> Tensor:
+    """Row of the matrix that lies in each row of the tape; for a dead one, the number of rows."""
+    channels = torch.arange(plan.blocks * plan.columns, device=device)
+    rows = torch.arange(plan.streams, device=device)[:, None] * plan.d + channels
+    rows = rows.masked_fill(channels >= plan.d, plan.streams * plan.d)
+    return rows.view(plan.streams, plan.blocks, plan.columns).transpose(0, 1).flatten()
 
 
 def stream_mix(low: Tensor, normed: Tensor, up: StreamedMix) -> Tensor:
@@ -188,12 +244,47 @@ def queue_mix(up: StreamedMix, low: Tensor, normed: Tensor, out: Tensor, depende
     for first in range(0, count, step):
         part = slice(first, min(first + step, count))
         launch = launch_for(up.plan, row_capacity(part.stop - first), low.device, up.cache_dir, dependent)
-        launch(pack_arguments(up.tape, low[part], normed[part], out[part]))
+        launch(pack_arguments(up.tape, low[part], normed[part], out[part], up.scales))
 
 
-def pack_arguments(tape: Tensor, low: Tensor, normed: Tensor, out: Tensor) -> bytes:
+def pack_arguments(tape: Tensor, low: Tensor, normed: Tensor, out: Tensor, scales: Tensor | None = None) -> bytes:
     """struct Arguments of `hc_mix.cu`."""
-    return struct.pack("4Pi4x", tape.data_ptr(), low.data_ptr(), normed.data_ptr(), out.data_ptr(), low.shape[0])
+    addresses = (0 if t is None else t.data_ptr() for t in (tape, scales, low, normed, out))
+    return struct.pack("5Pi4x", *addresses, low.shape[0])
+
+
+def launch_gates(logits: Tensor, normed: Tensor, streams: int) -> Tensor:
+    """Queue what follows the product: logits and normed [T, S * D], dtype of the model, to x [T, D]."""
+    count, width = normed.shape
+    d = width // streams
+    out = normed.new_empty((count, d))
+    _gates_kernel[count, -(-d // BLOCK_CHANNELS)](
+        logits.contiguous(),
+        normed.contiguous(),
+        out,
+        d,
+        STREAMS=streams,
+        BLOCK=BLOCK_CHANNELS,
+        **dependent_launch(normed),
+    )
+    return out
+
+
+@triton.jit
+def _gates_kernel(logits_ptr, normed_ptr, out_ptr, d, STREAMS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    # One program: BLOCK channels of one row.
+    start(PDL)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = channel < d
+    total = tl.full((BLOCK,), 0.0, tl.float32)
+    for stream in tl.static_range(STREAMS):
+        at = (row * STREAMS + stream) * d + channel
+        logit = tl.load(logits_ptr + at, mask=live, other=0).to(tl.float32)
+        gate = (1.0 / (1.0 + tl.exp(-logit))).to(dtype).to(tl.float32)
+        total += (gate * tl.load(normed_ptr + at, mask=live, other=0).to(tl.float32)).to(dtype).to(tl.float32)
+    tl.store(out_ptr + row * d + channel, (total / STREAMS).to(dtype), mask=live)
 
 
 @cache
@@ -212,6 +303,7 @@ def kernel_macros(plan: MixPlan, capacity: int) -> dict[str, int]:
         "RANK": plan.rank,
         "COLUMNS": plan.columns,
         "SLICES": plan.slices,
+        "FORMAT": plan.stream.coding.number,
         "X_ROWS": capacity,
         # 2 where the next kernel's block fits beside this one: 128 registers a thread and half of the shared memory
         "PER_SM": 2 if shared_bytes(plan, capacity) <= SHARED_LIMIT_OF_TWO else 1,
@@ -223,15 +315,17 @@ def shared_bytes(plan: MixPlan, capacity: int) -> int:
     stream = plan.stream
     widths = -(-stream.rows // 8)
     pitch = (widths + (widths % 2 == 0)) * 8
-    return WARPS * (stream.rows * stream.steps * STEP_BYTES + capacity * pitch * 4 + 8) + 512
+    scales = plan.streams * plan.columns * 4 if plan.format in ("fp8_channel", "fp8_tensor") else 0
+    weights_and_sums = WARPS * (stream.piece_bytes + capacity * pitch * 4) + 512
+    return -(-(weights_and_sums + scales) // 8) * 8 + WARPS * 8
 
 
-def _why_not_streamed(up: Sequence[PackedWeight], streams: int, device: torch.device) -> str | None:
+def _why_not_streamed(up: PackedWeight, streams: int, device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"{device} is no CUDA device"
-    if any(w.format != "bf16" for w in up):
-        return "the kernel reads bf16 matrices"
-    rank = up[0].shape[1]
+    if up.format not in FORMATS:
+        return f"the kernel reads matrices in {', '.join(FORMATS)}, not {up.format}"
+    width, rank = up.shape
     if streams != 4 or rank % 64:
         return f"the kernel wants 4 streams and a rank that is a multiple of 64, not {streams} and {rank}"
     missing = missing_for_cuda()
@@ -239,9 +333,11 @@ def _why_not_streamed(up: Sequence[PackedWeight], streams: int, device: torch.de
         return missing
     if torch.cuda.get_device_capability(device)[0] < 9:
         return "the kernel needs compute capability 9.0 (bulk copies)"
+    reason = why_not_streamed(up)
+    if reason is not None:
+        return reason
     properties = torch.cuda.get_device_properties(device)
-    width = sum(w.shape[0] for w in up)
-    plan = plan_mix(width // streams, streams, rank, properties.multi_processor_count)
+    plan = plan_mix(width // streams, streams, rank, properties.multi_processor_count, format_name=up.format)
     wanted = shared_bytes(plan, ROW_CAPACITIES[-1])
     if wanted > properties.shared_memory_per_multiprocessor - 1024:  # 1 KB of every block is the system's
         return f"its kernel wants {wanted} bytes of shared memory, more than {properties.name} has"

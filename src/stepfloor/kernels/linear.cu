@@ -1,4 +1,4 @@
-// y = x W^T for bf16, few rows: the weight is streamed once, every multiprocessor reads its share front to back.
+// y = x W^T, bf16 x and few rows: the weight is streamed once as stored, every multiprocessor reads its share front to back.
 // Source: mma.m16n8k16 with the weight as the 8-wide operand and the rows of x as the 16-tall one; linear.py, which
 // writes the streamed layout, states the plan that the macros below repeat and tests the addresses of this file.
 //
@@ -8,9 +8,11 @@
 // the sums that nobody stores.
 //
 // The order of a value's sum is the same in every kernel here, whatever the number of rows: inside a slice of STEPS steps
-// the lower and the upper half of each 32 columns in step order, their sum, then the slices in order from zero.
+// the lower and the upper half of each 32 columns in step order, their sum, then the slices in order from zero. With a scale
+// for blocks of weights, such halves are added up over FLUSH steps, and their sums, each times its scale, over the slice.
 
 #include "stream.cuh"
+#include "formats.cuh"
 
 // N, K            shape of the weight
 // SPLIT           blocks of a cluster that share the columns
@@ -18,11 +20,14 @@
 // ROWS            weight rows of a warp
 // PASS_ROWS       weight rows in the accumulators at one time
 // STEPS           32-column steps of a warp
-// CHUNK_STEPS     steps of one piece, PASS_ROWS * CHUNK_STEPS * 64 bytes copied at once
+// CHUNK_STEPS     steps of one piece, whose PASS_ROWS weight rows are copied at once
 // SLOTS           pieces of a warp in shared memory
+// FORMAT          of the weights, see formats.cuh; FLUSH  steps that meet one block scale together
 // TILES, TALL     tiles of x rows; whether a tile has 16 rows or 8
 // BATCH           steps of x requested at once
-// PANEL           whether this is the panel kernel; STAGE_STEPS and STAGES are its own
+// FORM            0: ring, 1: panel, 2: spread; STAGE_STEPS and STAGES belong to the last two
+// TOGETHER        passes that a warp of the spread kernel takes at a time
+// CLUSTERS        of the spread kernel; BUFFERS  of its sums
 // PER_SM          blocks that fit on a multiprocessor together, so that the next kernel can start early
 
 constexpr int WARPS = 8;
@@ -34,14 +39,18 @@ constexpr int PASSES = (ROWS + PASS_ROWS - 1) / PASS_ROWS;
 constexpr int LAST_ROWS = ROWS - (PASSES - 1) * PASS_ROWS;
 constexpr int CHUNKS = STEPS / CHUNK_STEPS;
 constexpr int PIECES = PASSES * CHUNKS;
-constexpr int PIECE_BYTES = PASS_ROWS * CHUNK_STEPS * 64;
+constexpr int CHUNK_UNITS = CHUNK_STEPS / UNIT_STEPS;
+constexpr int PIECE_BYTES = CHUNK_UNITS * unit_bytes(PASS_ROWS);
+constexpr int LAST_PIECE_BYTES = CHUNK_UNITS * unit_bytes(LAST_ROWS);
 constexpr int WIDTHS = (PASS_ROWS + 7) / 8;  // 8-wide tiles of a pass
 constexpr bool PADDED = SPLIT * SLICES * STEPS * 32 > K;
 static_assert(SLICES * STACKS == WARPS && STEPS % CHUNK_STEPS == 0 && CHUNK_STEPS % BATCH == 0, "plan");
 static_assert(SPLIT * SLICES * STEPS * 32 >= K && K % 16 == 0, "plan");
+static_assert(BATCH % UNIT_STEPS == 0 && (!BLOCK_SCALES || (BATCH % FLUSH == 0 && 4 % FLUSH == 0)), "plan");
 
 struct Arguments {
   const u8* tape;
+  const float* scales;  // of rows or of blocks of weights
   const u16* x;
   u16* out;
   long long x_stride, out_stride;  // in values
@@ -78,19 +87,23 @@ template <bool BOTH> DEVICE void step(float (&even)[4], float (&odd)[4], const F
   }
 }
 
-#if !PANEL
+#if FORM == 0
 // ------------------------------------------------------------------ ring: warps share the columns
 
 constexpr int TILE_ROWS = TALL ? 16 : 8;
 // Few columns: x is read once and stays in registers while the passes go by.
 constexpr bool KEEP = PASSES > 1 && CHUNKS == 1 && BATCH == CHUNK_STEPS;
-constexpr int REDUCE_PASSES = PASSES == 1 || PASS_ROWS > 8 ? 1 : TALL ? 2 : 4;
+constexpr int REDUCE_PASSES = PASSES == 1 || PASS_ROWS > (TALL ? 16 : 32) ? 1 : (TALL ? 16 : 32) / PASS_ROWS;
 constexpr int REDUCE_ROWS = REDUCE_PASSES * PASS_ROWS;
 constexpr int REDUCE_WIDTHS = REDUCE_PASSES * WIDTHS;
 constexpr int PITCH = (REDUCE_WIDTHS + (REDUCE_WIDTHS % 2 == 0)) * 8;  // 8 or 24 modulo 32 floats: no bank conflict
 constexpr int REDUCE_BUFFERS = PASSES > REDUCE_PASSES || TILES > 1 ? 2 : 1;
 constexpr int RING_BYTES = WARPS * SLOTS * PIECE_BYTES + 512;  // 512: what idle lanes read past the last row
 constexpr int REDUCE_FLOATS = WARPS * TILE_ROWS * PITCH;
+constexpr int BLOCK_COLUMNS = (K + 127) / 128;
+// What a block needs of the scales: those of its rows, or the lines of blocks that its rows lie in.
+constexpr int TABLE = ROW_SCALES ? BLOCK_ROWS : BLOCK_SCALES ? ((BLOCK_ROWS + 126) / 128 + 1) * BLOCK_COLUMNS : 0;
+constexpr int SCALES = ROW_SCALES ? N : (N + 127) / 128 * BLOCK_COLUMNS;
 static_assert(TILES == 1 || PASSES == 1, "several tiles of x rows need all weight rows in the accumulators");
 static_assert(REDUCE_PASSES == 1 || PASS_ROWS % 8 == 0, "plan");
 
@@ -103,8 +116,8 @@ struct Ring {
 
   DEVICE void issue(int into) {
     const int pass = issued / CHUNKS, chunk = issued % CHUNKS;
-    const u32 bytes = (pass == PASSES - 1 ? LAST_ROWS : PASS_ROWS) * CHUNK_STEPS * 64;
-    const u8* from = tape + (u64)pass * ((u64)TAPES * PASS_ROWS * STEPS * 64) + ((u64)chunk * TAPES + warp_index) * bytes;
+    const u32 bytes = pass == PASSES - 1 ? LAST_PIECE_BYTES : PIECE_BYTES;
+    const u8* from = tape + (u64)pass * ((u64)TAPES * CHUNKS * PIECE_BYTES) + ((u64)chunk * TAPES + warp_index) * bytes;
     barrier_expect(barriers + 8 * into, bytes);
     bulk_copy(buffer + into * PIECE_BYTES, from, bytes, barriers + 8 * into, policy);
     issued++;
@@ -137,6 +150,7 @@ struct Output {
   u16* out;
   long long stride;
   float* partial;  // [row of x][weight row of the block], for the other blocks of the cluster
+  const float* scales;
   int group, rows;
 };
 
@@ -157,7 +171,7 @@ DEVICE void reduce(const Output& o, const float* sums, int tile, int first, int 
       if (SPLIT > 1)
         o.partial[x_row * BLOCK_ROWS + block_row] = value;
       else
-        o.out[x_row * o.stride + row] = to_bf16(value);
+        o.out[x_row * o.stride + row] = to_bf16(ROW_SCALES ? value * o.scales[block_row] : value);
     }
   }
 }
@@ -168,7 +182,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) linear_kernel(cons
   const int group = blockIdx.x / SPLIT, part = blockIdx.x % SPLIT, slice = warp % SLICES;
   float* sums = (float*)(shared + RING_BYTES);
   float* partial = sums + REDUCE_BUFFERS * REDUCE_FLOATS;
-  u8* barriers = (u8*)(partial + (SPLIT > 1 ? TILES * TILE_ROWS * BLOCK_ROWS : 0));
+  float* scales = partial + (SPLIT > 1 ? TILES * TILE_ROWS * BLOCK_ROWS : 0);
+  u8* barriers = (u8*)(scales + (TABLE + 1) / 2 * 2);
 
   Ring ring{a.tape,
             shared_address(shared) + warp * SLOTS * PIECE_BYTES,
@@ -178,11 +193,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) linear_kernel(cons
             0,
             0,
             evict_first_policy()};
-  ring.start(lane);  // weights first: they do not depend on the kernel before
+  ring.start(lane);  // weights first: they do not depend on the kernel before, nor do scales
   launch_dependents();
+  const int block_line = group * BLOCK_ROWS / 128;
+  if constexpr (TABLE > 0) {
+    const int first = ROW_SCALES ? group * BLOCK_ROWS : block_line * BLOCK_COLUMNS;
+    for (int i = threadIdx.x; i < TABLE; i += THREADS) scales[i] = load_global_float(a.scales + min(first + i, SCALES - 1));
+  }
   wait_for_predecessor();
+  if constexpr (BLOCK_SCALES) __syncthreads();
 
-  const Output output{a.out, a.out_stride, partial, group, a.rows};
+  const Output output{a.out, a.out_stride, partial, scales, group, a.rows};
   const int column = (part * SLICES + slice) * STEPS * 32 + t * 8;
   constexpr int BATCHES = CHUNK_STEPS / BATCH;
   constexpr int UNITS = CHUNKS * BATCHES * TILES;
@@ -200,10 +221,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) linear_kernel(cons
   int buffer = 0;
 #pragma unroll 1
   for (int pass = 0; pass < PASSES; pass++) {
-    const int stride = (pass == PASSES - 1 ? LAST_ROWS : PASS_ROWS) * 64;
-    float acc[TILES][WIDTHS][2][4];
+    const int live = pass == PASSES - 1 ? LAST_ROWS : PASS_ROWS;
+    float acc[TILES][WIDTHS][2][4], scaled[BLOCK_SCALES ? TILES : 1][BLOCK_SCALES ? WIDTHS : 1][4];
 #pragma unroll
     for (int i = 0; i < TILES * WIDTHS * 8; i++) (&acc[0][0][0][0])[i] = 0.f;
+    int line[BLOCK_SCALES ? WIDTHS : 1][2];  // where the scales of this lane's weight rows begin
+    if constexpr (BLOCK_SCALES) {
+#pragma unroll
+      for (int i = 0; i < TILES * WIDTHS * 4; i++) (&scaled[0][0][0])[i] = 0.f;
+#pragma unroll
+      for (int i = 0; i < WIDTHS * 2; i++) {
+        const int row = group * BLOCK_ROWS + warp / SLICES * ROWS + pass * PASS_ROWS + i / 2 * 8 + 2 * t + i % 2;
+        line[i / 2][i % 2] = (min(row, N - 1) / 128 - block_line) * BLOCK_COLUMNS;
+      }
+    }
     if (!KEEP) request(x[0], 0);
 #pragma unroll
     for (int chunk = 0; chunk < CHUNKS; chunk++) {
@@ -214,13 +245,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) linear_kernel(cons
         for (int tile = 0; tile < TILES; tile++) {
           const int unit = (chunk * BATCHES + batch) * TILES + tile;
           if (!KEEP && unit + 1 < UNITS) request(x[(unit + 1) % 2], unit + 1);
-          if (batch == 0 && tile == 0) base = ring.wait() + g * 64 + t * 16;
+          if (batch == 0 && tile == 0) base = ring.wait();
 #pragma unroll
-          for (int i = 0; i < BATCH; i++)
+          for (int i = 0; i < BATCH; i += UNIT_STEPS)
 #pragma unroll
             for (int width = 0; width < WIDTHS; width++) {
-              const Words w = load_shared(base + (batch * BATCH + i) * stride + width * 512);
-              step(acc[tile][width][0], acc[tile][width][1], x[KEEP ? 0 : unit % 2][i], w);
+              float(&even)[4] = acc[tile][width][0];
+              float(&odd)[4] = acc[tile][width][1];
+              const Codes codes = load_codes(base + (batch * BATCH + i) / UNIT_STEPS * unit_bytes(live), live, width * 8 + g, t);
+#pragma unroll
+              for (int j = 0; j < UNIT_STEPS; j++) step(even, odd, x[KEEP ? 0 : unit % 2][i + j], decode(codes, j, t));
+              if constexpr (BLOCK_SCALES) {
+                if ((i + 1) % FLUSH) continue;
+                const int at = min(((part * SLICES + slice) * STEPS + chunk * CHUNK_STEPS + batch * BATCH + i) / 4, BLOCK_COLUMNS - 1);
+#pragma unroll
+                for (int c = 0; c < 4; c++) {
+                  scaled[tile][width][c] = multiply_add(scales[line[width][c % 2] + at], even[c] + odd[c], scaled[tile][width][c]);
+                  even[c] = odd[c] = 0.f;
+                }
+              }
             }
         }
       ring.release(lane);
@@ -232,11 +275,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) linear_kernel(cons
       float* mine = sums + buffer * REDUCE_FLOATS + warp * TILE_ROWS * PITCH + turn * PASS_ROWS + 2 * t;
 #pragma unroll
       for (int width = 0; width < WIDTHS; width++) {
-        const float(&even)[4] = acc[tile][width][0];
-        const float(&odd)[4] = acc[tile][width][1];
-        *(float2*)(mine + g * PITCH + width * 8) = make_float2(even[0] + odd[0], even[1] + odd[1]);
-        if constexpr (TALL)
-          *(float2*)(mine + (g + 8) * PITCH + width * 8) = make_float2(even[2] + odd[2], even[3] + odd[3]);
+        float sum[4];
+#pragma unroll
+        for (int c = 0; c < 4; c++)
+          sum[c] = BLOCK_SCALES ? scaled[BLOCK_SCALES ? tile : 0][BLOCK_SCALES ? width : 0][c] : acc[tile][width][0][c] + acc[tile][width][1][c];
+        *(float2*)(mine + g * PITCH + width * 8) = make_float2(sum[0], sum[1]);
+        if constexpr (TALL) *(float2*)(mine + (g + 8) * PITCH + width * 8) = make_float2(sum[2], sum[3]);
       }
       if (!last) continue;
       __syncthreads();
@@ -252,13 +296,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) linear_kernel(cons
       float value = 0.f;
 #pragma unroll
       for (int peer = 0; peer < SPLIT; peer++) value += load_peer(shared_address(partial + e), peer);
-      if (row < N) a.out[e / BLOCK_ROWS * a.out_stride + row] = to_bf16(value);
+      if (row < N) a.out[e / BLOCK_ROWS * a.out_stride + row] = to_bf16(ROW_SCALES ? value * scales[e % BLOCK_ROWS] : value);
     }
     cluster_sync();  // a block that ends takes its shared memory with it
   }
 }
 
-#else
+#elif FORM == 1
 // ------------------------------------------------------------------ panel: warps share the rows
 
 // 128 weight rows at a time; x is read once a panel, not once for every 8 weight rows. A stage is STAGE_STEPS steps of all
@@ -270,7 +314,7 @@ constexpr int TURNS = PANELS * SLICES * PARTS;
 constexpr int PIECE_SHARE = STAGE_STEPS * 512;  // bytes of 8 weight rows in a stage
 constexpr int X_BYTES = TILES * 16 * STAGE_STEPS * 64;
 constexpr int STAGE_BYTES = PANEL_PIECES * PIECE_SHARE + X_BYTES;
-static_assert(SPLIT == 1 && STACKS == 1 && CHUNKS == 1 && PASS_ROWS == 8 && !PADDED, "plan");
+static_assert(FORMAT == BF16 && SPLIT == 1 && STACKS == 1 && CHUNKS == 1 && PASS_ROWS == 8 && !PADDED, "plan");
 static_assert(STEPS % STAGE_STEPS == 0 && STAGE_STEPS % 2 == 1, "an even stage would put rows of x into the same banks");
 
 DEVICE void copy_weights(const Arguments& a, u32 stage, int turn, u64 policy) {
@@ -355,6 +399,192 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) linear_kernel(cons
           }
         }
       }
+  }
+}
+
+#else
+// ------------------------------------------------------------------ spread: the slices lie in the blocks of a cluster
+
+// A block has the columns of one slice: it reads x once, and a fragment of x from shared memory feeds all weight rows that a
+// warp takes together, a decoded fragment of weights all rows of x. Warps go their own ways between two exchanges, one each
+// ROUND passes, where the blocks of a cluster add up the slices of a share of the values.
+constexpr int BLOCKS = GROUPS;          // of the plan: how the tape is cut
+constexpr int TOTAL = GROUPS * PASSES;  // passes of all weight rows; pass p of block b is number p * BLOCKS + b
+constexpr int SHARE = (TOTAL + CLUSTERS - 1) / CLUSTERS;
+constexpr int ROUND = WARPS * TOGETHER;
+constexpr int ROUNDS = (SHARE + ROUND - 1) / ROUND;
+constexpr int SPREAD_WIDTHS = TOGETHER * WIDTHS;
+constexpr int X_BYTES = TILES * STEPS * 1024;  // x as fragments: what a lane needs of a tile in a step is an item of 32
+constexpr int LANE_ITEMS = (TILES * STEPS + WARPS - 1) / WARPS;
+constexpr int X_BATCH = LANE_ITEMS <= 12 ? LANE_ITEMS : (LANE_ITEMS + 1) / 2;
+constexpr int SUMS_PITCH = WARPS * SPREAD_WIDTHS * 8 + 8;  // 8 modulo 32 floats: no bank conflict
+constexpr int SUMS_FLOATS = TILES * 16 * SUMS_PITCH;
+constexpr int STAGE_UNITS = STAGE_STEPS / UNIT_STEPS;
+constexpr int PASS_STAGES = STEPS / STAGE_STEPS;  // stages of a round
+constexpr int CHUNK_STAGES = CHUNK_STEPS / STAGE_STEPS;
+constexpr int SLOT_BYTES = STAGE_UNITS * unit_bytes(PASS_ROWS);  // of one pass
+constexpr int STAGE_BYTES = TOGETHER * SLOT_BYTES;
+constexpr int COPIES = (SLOT_BYTES / 16 + 31) / 32;  // of a lane
+constexpr int QUADS = ROUND * WIDTHS * 2;          // fours of weight rows of a round
+static_assert(SPLIT == 1 && STACKS == 1 && SLICES == WARPS && !BLOCK_SCALES && TALL, "plan");
+static_assert(CHUNK_STEPS % STAGE_STEPS == 0 && STAGE_STEPS % UNIT_STEPS == 0 && STAGES >= 2, "plan");
+
+// The passes a warp takes together, stage by stage, through STAGES stages of its own.
+struct Stages {
+  const u8* tape;
+  u32 buffer;
+  int first, end, slice, warp, lane;  // first, end: passes of the cluster
+  int round, stage, slot;             // to be requested next
+  u64 policy;
+
+  DEVICE void request() {
+    if (round < ROUNDS) {
+#pragma unroll
+      for (int i = 0; i < TOGETHER; i++) {
+        const int number = first + round * ROUND + i * WARPS + warp, pass = number / BLOCKS, block = number % BLOCKS;
+        if (number >= end) break;
+        const int unit = unit_bytes(pass == PASSES - 1 ? LAST_ROWS : PASS_ROWS), bytes = STAGE_UNITS * unit;
+        const u64 piece = (u64)(stage / CHUNK_STAGES) * TAPES + block * WARPS + slice;
+        const u8* from = tape + (u64)pass * ((u64)TAPES * CHUNKS * PIECE_BYTES) + piece * (CHUNK_UNITS * unit) +
+                         stage % CHUNK_STAGES * bytes + lane * 16;
+        const u32 to = buffer + slot * STAGE_BYTES + i * SLOT_BYTES + lane * 16;
+#pragma unroll
+        for (int c = 0; c < COPIES; c++)
+          if (lane * 16 + c * 512 < bytes) copy16_streamed(to + c * 512, from + c * 512, policy);
+      }
+      if (++stage == PASS_STAGES) stage = 0, round++;
+      if (++slot == STAGES) slot = 0;
+    }
+    copies_commit();
+  }
+};
+
+// Adds the slices of this block's share of a round's values, in order, each from the block that has it.
+DEVICE void add_slices(const Arguments& a, const float* sums, int rank, int round, int first, int end) {
+  for (int e = rank * THREADS + threadIdx.x; e < a.rows * QUADS; e += SLICES * THREADS) {
+    const int m = e / QUADS, column = e % QUADS * 4;
+    const int number = first + round * ROUND + column / (WIDTHS * 8) % TOGETHER * WARPS + column / (SPREAD_WIDTHS * 8);
+    const int pass = number / BLOCKS, block = number % BLOCKS, inside = column % (WIDTHS * 8);
+    const int live = pass == PASSES - 1 ? LAST_ROWS : PASS_ROWS;
+    if (number >= end || inside >= live) continue;
+    float parts[SLICES][4], value[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+    for (int slice = 0; slice < SLICES; slice++)
+      load_peer_four(parts[slice], shared_address(sums + m * SUMS_PITCH + column), slice);
+#pragma unroll
+    for (int slice = 0; slice < SLICES; slice++)
+#pragma unroll
+      for (int c = 0; c < 4; c++) value[c] += parts[slice][c];
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+      const int row = block * ROWS + pass * PASS_ROWS + inside + c;
+      if (inside + c >= live || row >= N) continue;
+      a.out[m * a.out_stride + row] = to_bf16(ROW_SCALES ? value[c] * load_global_float(a.scales + row) : value[c]);
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) linear_kernel(const __grid_constant__ Arguments a) {
+  extern __shared__ __align__(128) u8 shared[];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int rank = blockIdx.x % SLICES, first = blockIdx.x / SLICES * SHARE, end = min(first + SHARE, TOTAL);
+  const u32 x_items = shared_address(shared), ring = x_items + X_BYTES;
+  float* sums = (float*)(shared + X_BYTES + WARPS * STAGES * STAGE_BYTES + 512);  // 512: what idle lanes read past the last row
+  Stages stages{a.tape, ring + warp * STAGES * STAGE_BYTES, first, end, rank, warp, lane, 0, 0, 0, evict_first_policy()};
+  for (int i = 0; i < STAGES - 1; i++) stages.request();  // weights first: they do not depend on the kernel before
+  launch_dependents();
+  wait_for_predecessor();
+  // Rows past the last one repeat it: they spoil sums that nobody stores. An item is the operands of its two matrix steps.
+#pragma unroll
+  for (int done = 0; done < LANE_ITEMS; done += X_BATCH) {
+    Fragment<true> x[X_BATCH];  // all loads before the first store
+#pragma unroll
+    for (int i = 0; i < X_BATCH; i++) {
+      const int item = min(warp + WARPS * (done + i), TILES * STEPS - 1), row = item / STEPS * 16 + g;
+      const int column = (rank * STEPS + item % STEPS) * 32 + t * 8;
+      load_fragment(x[i], a.x + min(row, a.rows - 1) * a.x_stride, a.x + min(row + 8, a.rows - 1) * a.x_stride, column);
+    }
+#pragma unroll
+    for (int i = 0; i < X_BATCH; i++) {
+      const int item = warp + WARPS * (done + i);
+      if (item >= TILES * STEPS) break;
+      const u32 to = x_items + item * 1024 + lane * 16;
+      store_shared(to, Words{x[i].top.x, x[i].bottom.x, x[i].top.y, x[i].bottom.y});
+      store_shared(to + 512, Words{x[i].top.z, x[i].bottom.z, x[i].top.w, x[i].bottom.w});
+    }
+  }
+  __syncthreads();
+
+  int slot = 0;
+#pragma unroll 1
+  for (int round = 0; round < ROUNDS; round++) {
+    float acc[TILES][SPREAD_WIDTHS][2][4];
+#pragma unroll
+    for (int i = 0; i < TILES * SPREAD_WIDTHS * 8; i++) (&acc[0][0][0][0])[i] = 0.f;
+    const int number = first + round * ROUND + warp;
+    int live[TOGETHER];  // weight rows of each pass
+#pragma unroll
+    for (int i = 0; i < TOGETHER; i++) live[i] = (number + i * WARPS) / BLOCKS == PASSES - 1 ? LAST_ROWS : PASS_ROWS;
+#pragma unroll 1
+    for (int stage = 0; stage < PASS_STAGES; stage++) {
+      copies_wait<STAGES - 2>();
+      __syncwarp();  // what other lanes copied is here, and nobody reads the stage that is requested now
+      stages.request();
+      const u32 base = ring + (warp * STAGES + slot) * STAGE_BYTES;
+      if (++slot == STAGES) slot = 0;
+      if (number >= end) continue;  // a warp that has no pass left still keeps in step
+#pragma unroll
+      for (int unit = 0; unit < STAGE_UNITS; unit++) {
+        Codes codes[SPREAD_WIDTHS];
+#pragma unroll
+        for (int width = 0; width < SPREAD_WIDTHS; width++) {
+          const int i = width / WIDTHS;
+          codes[width] = load_codes(base + i * SLOT_BYTES + unit * unit_bytes(live[i]), live[i], width % WIDTHS * 8 + g, t);
+        }
+#pragma unroll
+        for (int j = 0; j < UNIT_STEPS; j++) {
+          Words w[SPREAD_WIDTHS];
+#pragma unroll
+          for (int width = 0; width < SPREAD_WIDTHS; width++) w[width] = decode(codes[width], j, t);
+          const u32 at = x_items + (stage * STAGE_STEPS + unit * UNIT_STEPS + j) * 1024 + lane * 16;
+#pragma unroll
+          for (int tile = 0; tile < TILES; tile++) {
+            const Words x = load_shared(at + tile * (STEPS * 1024)), z = load_shared(at + tile * (STEPS * 1024) + 512);
+#pragma unroll
+            for (int width = 0; width < SPREAD_WIDTHS; width++) {
+              matrix_step(acc[tile][width][0], x.x, x.y, x.z, x.w, w[width].x, w[width].y);
+              matrix_step(acc[tile][width][1], z.x, z.y, z.z, z.w, w[width].z, w[width].w);
+            }
+          }
+        }
+      }
+    }
+    // One buffer: the others have read its last contents. Two: they have written what is read now, and have read, before
+    // that, what this round overwrites.
+    if (round > 0) cluster_wait();
+    if (BUFFERS == 2 && round > 0) add_slices(a, sums + (round - 1) % 2 * SUMS_FLOATS, rank, round - 1, first, end);
+    float* mine = sums + (BUFFERS == 2 ? round % 2 * SUMS_FLOATS : 0) + warp * SPREAD_WIDTHS * 8 + 2 * t;
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+      for (int width = 0; width < SPREAD_WIDTHS; width++) {
+        const float(&even)[4] = acc[tile][width][0];
+        const float(&odd)[4] = acc[tile][width][1];
+        float* to = mine + (tile * 16 + g) * SUMS_PITCH + width * 8;
+        *(float2*)to = make_float2(even[0] + odd[0], even[1] + odd[1]);
+        *(float2*)(to + 8 * SUMS_PITCH) = make_float2(even[2] + odd[2], even[3] + odd[3]);
+      }
+    cluster_arrive();
+    if (BUFFERS == 1) {
+      cluster_wait();
+      add_slices(a, sums, rank, round, first, end);
+      cluster_arrive();
+    }
+  }
+  cluster_wait();
+  if (BUFFERS == 2) {
+    add_slices(a, sums + (ROUNDS - 1) % 2 * SUMS_FLOATS, rank, ROUNDS - 1, first, end);
+    cluster_leave();  // a block that ends takes its shared memory with it
   }
 }
 #endif

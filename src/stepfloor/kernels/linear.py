@@ -2,33 +2,41 @@
 
 Source: torch.nn.Linear without bias; formats in formats.table. Activations are never quantized.
 
-On a GPU a bf16 matrix is repacked once, at load, into the order in which `linear.cu` streams it (`linear_repack`);
-its bytes stay as many. How a value is summed depends on N and K alone, never on the number of rows: K is cut into
-`split * slices` equal slices, summed in 32-column steps, and the slices are added in order.
+On a GPU a matrix is repacked once, at load, into the order in which `linear.cu` streams it (`linear_repack`); its bytes
+stay as many. How a value is summed depends on N, K and the format alone, never on the number of rows: K is cut into
+`split * slices` equal slices, summed in 32-column steps, and the slices are added in order. Codes are exact in bf16;
+float32 scales multiply sums, so up to MAX_ROWS rows differ from the reference by the order of sums only. More rows
+(prefill) go through the library with each weight rounded once to bf16.
 """
 
 import logging
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from stepfloor.formats.codec import PackedWeight, quantize
-from stepfloor.kernels._jit import Launch, compile_cuda, default_cache_dir, device_arch, missing_for_cuda
+from stepfloor.kernels._jit import Launch, compile_cuda, default_cache_dir, device_arch, missing_for_cuda, runs_triton
+from stepfloor.kernels._product import packed_product
 from stepfloor.kernels._stream import (
+    CODINGS,
+    SHARED_LIMIT,
     SHARED_LIMIT_OF_TWO,
-    STEP_BYTES,
     STEP_COLUMNS,
     WARPS,
     StreamPlan,
+    dense_launch,
+    dense_matrix,
     largest_divisor,
+    outer_scales,
     pack_tape,
+    say_once,
     unpack_tape,
+    why_not_streamed,
 )
 from stepfloor.kernels._torch import product
 
@@ -43,13 +51,16 @@ class Variant:
     """A kernel for a range of row counts; all variants of a plan give a row the same bits.
 
     tiles        tiles of x rows; tall  whether a tile has 16 rows or 8
-    stage_steps  steps of a stage of the panel kernel, 0 for the ring kernel; stages  stages in shared memory
+    stage_steps  steps of a stage of the panel and spread kernels, 0 for the ring kernel; stages  in shared memory
+    together     passes that a warp of the spread kernel takes at a time, 0 for the others; buffers  of its sums
     """
 
     tiles: int
     tall: bool
     stage_steps: int = 0
     stages: int = 0
+    together: int = 0
+    buffers: int = 1
 
     @property
     def max_rows(self) -> int:
@@ -59,11 +70,15 @@ class Variant:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StreamedWeight:
-    """A bf16 matrix [N, K] in the order `linear.cu` reads it. Make it with `linear_repack`."""
+    """A matrix [N, K] in the order `linear.cu` reads it. Make it with `linear_repack`.
+
+    scales  float32, those that multiply sums, as `_stream.outer_scales` gives them; None where the format has none
+    """
 
     plan: StreamPlan
     tape: Tensor
     cache_dir: Path
+    scales: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -73,11 +88,17 @@ class StreamedWeight:
     @property
     def num_bytes(self) -> int:
         """Bytes on the device."""
-        return self.tape.numel()
+        return self.tape.numel() + (0 if self.scales is None else 4 * self.scales.numel())
 
     def unpack(self) -> PackedWeight:
-        """The matrix as it was stored, copied."""
-        return PackedWeight("bf16", self.shape, unpack_tape(self.tape, self.plan))
+        """The matrix as it was stored, copied; scales of 16-bit floats come back as float32."""
+        return unpack_tape(self.tape, self.plan, self.scales)
+
+    def dense(self) -> Tensor:
+        """bf16 [N, K], each weight rounded once: a temporary for the library."""
+        if self.tape.is_cuda:
+            return dense_matrix(self.tape, self.plan, self.scales, self.cache_dir)
+        return self.unpack().dequantize().to(torch.bfloat16)
 
 
 def linear_reference(x: Tensor, weights: Sequence[PackedWeight]) -> Tensor:
@@ -96,22 +117,20 @@ def linear(x: Tensor, weights: Sequence[PackedWeight | StreamedWeight]) -> Tenso
         raise ValueError(
             f"linear wants x [T, K] and weights [N, K]; got {tuple(x.shape)}, {[w.shape for w in weights]}"
         )
+    plain = packed_product if runs_triton(x) else linear_reference
     if not any(isinstance(w, StreamedWeight) for w in weights):
-        return linear_reference(x, [w for w in weights if isinstance(w, PackedWeight)])
+        return plain(x, [w for w in weights if isinstance(w, PackedWeight)])
     rows = x.reshape(-1, x.shape[-1])
     out = x.new_empty((rows.shape[0], sum(w.shape[0] for w in weights)))
-    at = 0
-    for w in weights:
-        columns = out[:, at : at + w.shape[0]]
-        at += w.shape[0]
+    for w, columns in zip(weights, out.split([w.shape[0] for w in weights], 1), strict=True):
         if not isinstance(w, StreamedWeight):
-            columns.copy_(linear_reference(rows, (w,)))
+            columns.copy_(plain(rows, (w,)))
         elif x.dtype != torch.bfloat16 or not x.is_cuda:
             columns.copy_(linear_reference(rows, (w.unpack(),)))
         elif rows.shape[0] > MAX_ROWS:
             # prefill: the library multiplies, the copy of the matrix is a small part of so many rows
-            columns.copy_(F.linear(rows, w.unpack().data))
-        else:
+            torch.mm(rows, w.dense().T, out=columns)
+        elif rows.shape[0] > 0:
             stream_product(rows, w, columns)
     return out.reshape(*x.shape[:-1], out.shape[1])
 
@@ -123,18 +142,21 @@ def linear_repack(
 
     cache_dir  where compiled kernels are kept; the user's cache directory where None
     max_rows   kernels for up to this many rows are loaded now; others at their first call, which no graph may be
-    Returns a StreamedWeight, its decode kernels compiled, or the weight unchanged on the device with one log line
-    saying why.
+    Returns a StreamedWeight, its decode kernels compiled, or the weight unchanged on the device; why is logged once
+    for all weights with the same reason.
     """
     target = torch.device(device)
+    if target.type == "cuda" and target.index is None:
+        target = torch.device("cuda", torch.cuda.current_device())
+    weight = weight.to(target)
     reason = _why_not_streamed(weight, target)
     if reason is not None:
-        logger.info("linear [%d, %d] %s stays with torch: %s", *weight.shape, weight.format, reason)
-        return weight.to(target)
-    if target.index is None:
-        target = torch.device(target.type, torch.cuda.current_device())
-    plan = plan_stream(*weight.shape, torch.cuda.get_device_properties(target).multi_processor_count)
-    streamed = StreamedWeight(plan, pack_tape(weight.data.to(target), plan), cache_dir or default_cache_dir())
+        say_once(logger, f"linear in {weight.format} stays with torch: {reason}")
+        return weight
+    count = torch.cuda.get_device_properties(target).multi_processor_count
+    plan = plan_stream(*weight.shape, count, format_name=weight.format)
+    streamed = StreamedWeight(plan, pack_tape(weight, plan), cache_dir or default_cache_dir(), outer_scales(weight))
+    dense_launch(plan, (1, plan.n, plan.n), target, streamed.cache_dir)
     for rows in (8, *range(16, min(max_rows, MAX_ROWS) + 16, 16)):
         launch_for(plan, choose_variant(plan, rows), target, streamed.cache_dir)
     # kernels request weights before they wait for their predecessor, which the repacking must not be
@@ -142,57 +164,106 @@ def linear_repack(
     return streamed
 
 
-def plan_stream(n: int, k: int, multiprocessors: int, split: int | None = None) -> StreamPlan:
+def plan_stream(
+    n: int, k: int, multiprocessors: int, split: int | None = None, format_name: str = "bf16"
+) -> StreamPlan:
     """The plan of a matrix [N, K]: one wave of blocks, every warp with the same columns.
 
     split  blocks that share the columns; None for what measured best at this K
-    The order of sums depends on K, slices, split and steps: on the shape alone.
+    The order of sums depends on K, slices, split, steps and the format: on the matrix alone.
     """
     if split is None:
         split = 4 if k >= 8192 else 1
-    total = -(-k // STEP_COLUMNS)
-    # a slice of fewer than 5 steps is mostly latency: then warps share rows instead
-    slices = next(s for s in (8, 4, 2, 1) if total >= 5 * s * split or s == 1)
+    unit = CODINGS[format_name].unit
+    total = -(-k // (STEP_COLUMNS * unit))  # units
+
+    def suits(slices: int) -> bool:
+        # a slice of fewer than 5 steps is mostly latency: then warps share rows instead. With two steps a unit, equal
+        # slices may need padding: a twentieth at most.
+        shares = slices * split
+        return total * unit >= 5 * shares and (unit == 1 or total % shares == 0 or total >= 20 * shares)
+
+    slices = next((s for s in (8, 4, 2) if suits(s)), 1)
     stacks = WARPS // slices
-    steps = -(-total // (slices * split))
-    if steps > KEEP_STEPS and largest_divisor(steps, KEEP_STEPS) < 3:
+    steps = -(-total // (slices * split)) * unit
+    if steps > KEEP_STEPS and largest_divisor(steps, KEEP_STEPS, unit) < 3:
         steps += -steps % 4
     rows = -(-n // (max(1, multiprocessors // split) * stacks))
+    plan = StreamPlan(n, k, split, slices, stacks, rows, rows, steps, steps, 1, format_name)
+    row_bytes = plan.unit_bytes(rows) / (rows * unit)  # of a step
     if rows <= 40:
         pass_rows = rows
-        chunk_steps = largest_divisor(steps, max(1, 6656 // (rows * STEP_BYTES)))
+        chunk_steps = largest_divisor(steps, max(1, int(6656 / (rows * row_bytes))), plan.grain)
     elif steps <= KEEP_STEPS:
-        # 8 rows of 320 columns: 5 KB a copy, x stays in registers
-        pass_rows, chunk_steps = 8, steps
+        # some 5 KB a copy, 8 rows of 320 columns in bf16; x stays in registers
+        wide = 1 if format_name == "bf16" else max(1, min(4, int(5800 / (8 * steps * row_bytes))))
+        pass_rows, chunk_steps = 8 * wide, steps
     else:
         pass_rows = 32
-        chunk_steps = largest_divisor(steps, 3)
-    pieces = -(-rows // pass_rows) * (steps // chunk_steps)
+        chunk_steps = largest_divisor(steps, max(1, int(6144 / (32 * row_bytes))), plan.grain)
+    plan = replace(plan, pass_rows=pass_rows, chunk_steps=chunk_steps)
     # What streams for longer than a launch takes has a multiprocessor to itself: 120 KB on the way, all registers. One
     # H200, M=1 and 16, against two slots and room for the next kernel: gdn_in 20.8 us for 21.6 and 23.0 for 23.3, out
     # 8.2 for 8.9 and 11.0 for 13.4. Small products fit in two slots and keep the room.
-    fit = 128 * 1024 // (WARPS * pass_rows * chunk_steps * STEP_BYTES)
-    slots = min(pieces, max(2, fit))
-    return StreamPlan(n, k, split, slices, stacks, rows, pass_rows, steps, chunk_steps, slots)
+    fit = 128 * 1024 // (WARPS * plan.piece_bytes)
+    return replace(plan, slots=min(plan.passes * plan.chunks, max(2, fit)))
 
 
 def choose_variant(plan: StreamPlan, rows: int) -> Variant:
     """The kernel for this many rows of x."""
     if rows <= 8:
         return Variant(1, False)
-    if rows <= 16:
-        return Variant(1, True)
     tiles = -(-rows // 16)
-    if plan.passes == 1:
-        return Variant(tiles, True)
+    if tiles == 1:
+        return Variant(1, True)
+    spread = spread_variant(plan, min(tiles, MAX_ROWS // 16))
+    if spread is not None:
+        return spread
     stage_steps = panel_stage_steps(plan)
-    return Variant(tiles, True, stage_steps, 3) if stage_steps else Variant(1, True)
+    if stage_steps:
+        return Variant(tiles, True, stage_steps, 3)
+    # scaled sums of several tiles would not fit in registers beside the others
+    return Variant(tiles, True) if plan.passes == 1 and plan.format != "fp8_block" else Variant(1, True)
+
+
+def spread_variant(plan: StreamPlan, tiles: int) -> Variant | None:
+    """The spread kernel for this many tiles of x rows, or None where the plan does not suit it.
+
+    Sums take up to 160 registers; shared memory holds the rows of x, the sums to exchange, and weights on the way.
+    """
+    widths = -(-plan.pass_rows // 8)
+    if plan.split > 1 or plan.slices < WARPS or plan.format == "fp8_block" or widths * tiles > 20:
+        return None
+    passes = -(-plan.groups * plan.passes // spread_clusters(plan))
+    together = max(1, min(4 // widths, -(-passes // WARPS)))
+    unit = plan.coding.unit
+    for stage_steps in (2, 1) if unit == 1 and plan.chunk_steps % 2 == 0 else (unit,):
+        stage_bytes = WARPS * together * stage_steps // unit * plan.unit_bytes(plan.pass_rows)
+        for buffers in (2, 1) if passes > WARPS * together else (1,):
+            room = SHARED_LIMIT - spread_bytes(plan, Variant(tiles, True, stage_steps, 0, together, buffers))
+            if room >= max(3 * stage_bytes, 65536 if buffers == 2 else 0):
+                return Variant(tiles, True, stage_steps, min(8, room // stage_bytes), together, buffers)
+    return None
+
+
+def spread_clusters(plan: StreamPlan) -> int:
+    """Clusters of the spread kernel, a block for each slice. 132 multiprocessors hold 16 clusters of 8."""
+    return max(1, plan.blocks // WARPS)
+
+
+def spread_bytes(plan: StreamPlan, variant: Variant) -> int:
+    """Shared memory of a block of the spread kernel."""
+    unit_bytes, unit = plan.unit_bytes(plan.pass_rows), plan.coding.unit
+    x = variant.tiles * 16 * plan.steps * 64
+    ring = WARPS * variant.stages * variant.together * (variant.stage_steps // unit) * unit_bytes
+    pitch = WARPS * variant.together * -(-plan.pass_rows // 8) * 8 + 8
+    return x + ring + 512 + variant.buffers * variant.tiles * 16 * pitch * 4
 
 
 def panel_stage_steps(plan: StreamPlan) -> int:
     """Steps of a stage of the panel kernel, 0 where the plan does not suit it."""
-    suits = plan.split == plan.stacks == plan.chunks == 1 and plan.pass_rows == 8 and plan.padded_k == plan.k
-    if not suits:
+    cut = plan.split == plan.stacks == plan.chunks == 1 and plan.pass_rows == 8
+    if not cut or plan.padded_k != plan.k or plan.format != "bf16":
         return 0
     return next((s for s in (5, 3, 1) if plan.steps % s == 0), 0)
 
@@ -206,14 +277,13 @@ def stream_product(x: Tensor, weight: StreamedWeight, out: Tensor, variant: Vari
     launch = launch_for(plan, chosen, x.device, weight.cache_dir)
     for first in range(0, x.shape[0], chosen.max_rows):
         part, to = x[first : first + chosen.max_rows], out[first:]
-        launch(pack_arguments(weight.tape, part, to))
+        launch(pack_arguments(weight.tape, part, to, weight.scales))
 
 
-def pack_arguments(tape: Tensor, x: Tensor, out: Tensor) -> bytes:
+def pack_arguments(tape: Tensor, x: Tensor, out: Tensor, scales: Tensor | None = None) -> bytes:
     """struct Arguments of `linear.cu`."""
-    return struct.pack(
-        "PPPqqi4x", tape.data_ptr(), x.data_ptr(), out.data_ptr(), x.stride(0), out.stride(0), x.shape[0]
-    )
+    addresses = (tape.data_ptr(), 0 if scales is None else scales.data_ptr(), x.data_ptr(), out.data_ptr())
+    return struct.pack("4Pqqi4x", *addresses, x.stride(0), out.stride(0), x.shape[0])
 
 
 @cache
@@ -222,37 +292,33 @@ def launch_for(
 ) -> Launch:
     """The compiled kernel, once a process: plans are few and modules are not unloaded."""
     cubin = compile_cuda("linear.cu", kernel_macros(plan, variant), device_arch(device), cache_dir)
+    spread = variant.together > 0
     return Launch(
         cubin,
         "linear_kernel",
         device,
-        plan.blocks,
+        spread_clusters(plan) * WARPS if spread else plan.blocks,
         WARPS * 32,
         shared_bytes(plan, variant),
-        cluster=plan.split,
+        cluster=WARPS if spread else plan.split,
         dependent=dependent,
     )
 
 
 def kernel_macros(plan: StreamPlan, variant: Variant) -> dict[str, int]:
     """The macros that specialise `linear.cu`."""
-    return {
-        "N": plan.n,
-        "K": plan.k,
-        "SPLIT": plan.split,
-        "SLICES": plan.slices,
-        "STACKS": plan.stacks,
-        "ROWS": plan.rows,
-        "PASS_ROWS": plan.pass_rows,
-        "STEPS": plan.steps,
-        "CHUNK_STEPS": plan.chunk_steps,
+    return plan.macros | {
         "SLOTS": plan.slots,
         "TILES": variant.tiles,
         "TALL": int(variant.tall),
         "BATCH": batch_steps(plan, variant),
-        "PANEL": int(variant.stage_steps > 0),
+        "FLUSH": plan.grain,
+        "FORM": 2 if variant.together else int(variant.stage_steps > 0),
         "STAGE_STEPS": max(1, variant.stage_steps),
         "STAGES": variant.stages,
+        "TOGETHER": max(1, variant.together),
+        "CLUSTERS": spread_clusters(plan),
+        "BUFFERS": variant.buffers,
         "PER_SM": blocks_per_multiprocessor(plan, variant),
     }
 
@@ -261,42 +327,52 @@ def batch_steps(plan: StreamPlan, variant: Variant) -> int:
     """Steps of x requested at once: as many as two batches and the sums leave registers for."""
     if plan.passes > 1 and plan.chunks == 1 and plan.steps <= KEEP_STEPS:
         return plan.chunk_steps
-    sums = variant.tiles * -(-plan.pass_rows // 8) * 8
+    sums = variant.tiles * -(-plan.pass_rows // 8) * (12 if plan.format == "fp8_block" else 8)
     room = (108 if blocks_per_multiprocessor(plan, variant) == 2 else 208) - sums
     registers = 8 if variant.tall else 4
     whole = variant.tiles == plan.chunks == 1
     if whole and plan.steps <= KEEP_STEPS and plan.steps * registers <= room:
         return plan.steps
-    return largest_divisor(plan.chunk_steps, max(1, min(KEEP_STEPS, room // (2 * registers))))
+    return largest_divisor(plan.chunk_steps, max(1, min(KEEP_STEPS, room // (2 * registers))), plan.grain)
 
 
 def blocks_per_multiprocessor(plan: StreamPlan, variant: Variant) -> int:
     """2 where the next kernel's block fits beside this one: 128 registers a thread and half of the shared memory."""
-    fits = variant.tiles == 1 and shared_bytes(plan, variant) <= SHARED_LIMIT_OF_TWO
-    return 2 if fits else 1
+    # NVFP4 in several passes: 128 registers spill
+    narrow = variant.tiles == 1 and not (plan.format == "nvfp4" and plan.passes > 1)
+    return 2 if narrow and shared_bytes(plan, variant) <= SHARED_LIMIT_OF_TWO else 1
 
 
 def shared_bytes(plan: StreamPlan, variant: Variant) -> int:
     """Dynamic shared memory of a block, as `linear.cu` lays it out."""
+    if variant.together:
+        return spread_bytes(plan, variant)
     if variant.stage_steps:
-        return variant.stages * variant.stage_steps * (2 * WARPS * 512 + variant.tiles * 16 * STEP_BYTES)
+        return variant.stages * variant.stage_steps * (2 * WARPS * 512 + variant.tiles * 16 * 64)
     tile_rows = 16 if variant.tall else 8
-    reduce_passes = 1 if plan.passes == 1 or plan.pass_rows > 8 else 2 if variant.tall else 4
+    reduce_passes = 1 if plan.passes == 1 else max(1, (16 if variant.tall else 32) // plan.pass_rows)
     widths = reduce_passes * -(-plan.pass_rows // 8)
     pitch = (widths + (widths % 2 == 0)) * 8
     buffers = 2 if plan.passes > reduce_passes or variant.tiles > 1 else 1
     ring = WARPS * plan.slots * plan.piece_bytes + 512
     sums = buffers * WARPS * tile_rows * pitch * 4
     partial = variant.tiles * tile_rows * plan.rows * plan.stacks * 4 if plan.split > 1 else 0
-    return ring + sums + partial + WARPS * plan.slots * 8
+    table = _table_floats(plan)
+    return ring + sums + partial + (table + table % 2) * 4 + WARPS * plan.slots * 8
+
+
+def _table_floats(plan: StreamPlan) -> int:
+    """Scales that a block of the ring kernel keeps."""
+    rows = plan.rows * plan.stacks
+    if plan.format == "fp8_block":
+        return ((rows + 126) // 128 + 1) * -(-plan.k // 128)
+    return rows if plan.format in ("fp8_channel", "fp8_tensor", "nvfp4") else 0
 
 
 def _why_not_streamed(weight: PackedWeight, device: torch.device) -> str | None:
     n, k = weight.shape
     if device.type != "cuda":
         return f"{device} is no CUDA device"
-    if weight.format != "bf16" or weight.data.ndim != 2:
-        return "the kernel reads bf16 matrices"
     if k % 16:
         return f"K {k} is not a multiple of 16"
     missing = missing_for_cuda()
@@ -304,9 +380,12 @@ def _why_not_streamed(weight: PackedWeight, device: torch.device) -> str | None:
         return missing
     if torch.cuda.get_device_capability(device)[0] < 9:
         return "the kernel needs compute capability 9.0 (bulk copies)"
+    reason = why_not_streamed(weight)
+    if reason is not None:
+        return reason
     properties = torch.cuda.get_device_properties(device)
-    plan = plan_stream(n, k, properties.multi_processor_count)
-    wanted = max(shared_bytes(plan, choose_variant(plan, rows)) for rows in (8, 16, MAX_ROWS))
+    plan = plan_stream(n, k, properties.multi_processor_count, format_name=weight.format)
+    wanted = max(shared_bytes(plan, choose_variant(plan, rows)) for rows in (8, 16, 32, 48, 64, MAX_ROWS))
     if wanted > properties.shared_memory_per_multiprocessor - 1024:  # 1 KB of every block is the system's
         return f"its kernels want {wanted} bytes of shared memory, more than {properties.name} has"
     return None

@@ -10,21 +10,26 @@ coupling, Daliri, Musco, Suresh 2024 (arXiv 2408.07978).
 import torch
 from torch import Tensor
 
+from stepfloor.kernels._jit import dependent_launch, runs_triton, start, tl, triton
 
-def match_drafts_reference(drafts: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
+
+def match_drafts_reference(drafts: Tensor, drawn: Tensor, forced: int | None = None) -> tuple[Tensor, Tensor]:
     """Count the leading matches; emit the draws up to and including the first mismatch."""
     k = drafts.shape[1]
-    match = (drafts == drawn[:, :k]) & (drafts >= 0)
-    accepted = match.long().cumprod(1).sum(1)
     columns = torch.arange(k + 1, device=drafts.device)
-    return torch.where(columns <= accepted[:, None], drawn, -1), accepted
+    match = drafts == drawn[:, :k] if forced is None else (columns[:k] < forced).expand_as(drafts)
+    accepted = (match & (drafts >= 0)).long().cumprod(1).sum(1)
+    proposed = torch.nn.functional.pad(drafts, (0, 1), value=-1)
+    emitted = torch.where(columns < accepted[:, None], proposed, drawn)
+    return torch.where(columns <= accepted[:, None], emitted, -1), accepted
 
 
-def match_drafts(drafts: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
+def match_drafts(drafts: Tensor, drawn: Tensor, forced: int | None = None) -> tuple[Tensor, Tensor]:
     """Accept drafts while they equal the target's draws.
 
     drafts  int64 [B, k], -1 matches nothing
     drawn   int64 [B, k + 1], the target's draw at each row of the window; -1 where the row had no finite maximum
+    forced  accept that many drafts of each window instead, fewer where a -1 is among them
     Returns emitted, int64 [B, k + 1], and accepted, int64 [B], 0 to k. emitted[b, :accepted[b]] are drafts,
     emitted[b, accepted[b]] is the draw that ends the window (-1 if that row had no finite maximum), the rest is -1.
     Raises ValueError if shapes disagree.
@@ -33,7 +38,53 @@ def match_drafts(drafts: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
         raise ValueError(
             f"match_drafts wants drafts [B, k] and drawn [B, k + 1]; got {tuple(drafts.shape)} and {tuple(drawn.shape)}"
         )
-    return match_drafts_reference(drafts, drawn)
+    match = match_drafts_triton if runs_triton(drawn) else match_drafts_reference
+    return match(drafts, drawn, forced)
+
+
+def match_drafts_triton(drafts: Tensor, drawn: Tensor, forced: int | None = None) -> tuple[Tensor, Tensor]:
+    """One launch, a program a window."""
+    b, k = drafts.shape
+    emitted = drawn.new_empty((b, k + 1))
+    accepted = drawn.new_empty((b,))
+    _match_kernel[(b,)](
+        drafts.contiguous(),
+        drawn.contiguous(),
+        emitted,
+        accepted,
+        K=k,
+        COLUMNS=triton.next_power_of_2(k + 1),
+        FORCED=-1 if forced is None else forced,
+        num_warps=1,
+        **dependent_launch(drawn),
+    )
+    return emitted, accepted
+
+
+@triton.jit
+def _match_kernel(
+    drafts_ptr,
+    drawn_ptr,
+    emitted_ptr,
+    accepted_ptr,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FORCED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start(PDL)
+    window = tl.program_id(0)
+    column = tl.arange(0, COLUMNS)
+    draft = tl.load(drafts_ptr + window * K + column, mask=column < K, other=-1)
+    drawn = tl.load(drawn_ptr + window * (K + 1) + column, mask=column <= K, other=-1)
+    if FORCED < 0:
+        stands = (draft == drawn) & (draft >= 0)
+    else:
+        stands = (column < FORCED) & (draft >= 0)
+    accepted = tl.min(tl.where(stands, COLUMNS, column), 0)  # at most K: no draft stands there
+    emitted = tl.where(column < accepted, draft, tl.where(column == accepted, drawn, -1))
+    tl.store(emitted_ptr + window * (K + 1) + column, emitted, mask=column <= K)
+    tl.store(accepted_ptr + window, accepted.to(tl.int64))
 
 
 def match_drafts_inputs(b: int, k: int, device: str) -> dict[str, Tensor]:

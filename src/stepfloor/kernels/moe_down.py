@@ -6,6 +6,10 @@ order of falling weight and is rounded once, which is closer to the exact sum by
 
 On a GPU NVFP4 experts and the shared expert's bf16 matrix are repacked once, at load, into the order in which
 `moe_down.cu` streams them. It keeps everything in float32, sums in the same order and rounds once.
+
+Other formats, other sizes and older GPUs have two Triton kernels, with the reference's roundings: the products of pairs
+and of the shared expert, then their sum. So have prompt chunks; for those, tiled experts are decoded to bf16, some at a
+time. A shared expert that `moe_down.cu` cannot take has its product from the first of the two.
 """
 
 import logging
@@ -32,12 +36,45 @@ from stepfloor.kernels._experts import (
     pack_pointers,
     why_not_tiled,
 )
-from stepfloor.kernels._jit import Launch, compile_cuda, default_cache_dir, device_arch
+from stepfloor.kernels._grouped import (
+    DECODE_ROWS,
+    WIDE,
+    Groups,
+    Stack,
+    Tiles,
+    chunk_of,
+    expert_of,
+    expert_products,
+    group_pairs,
+    most_tiles,
+    pairs_before,
+    pairs_led,
+    pairs_of_tile,
+    stack_of,
+    stacks,
+    why_not_grouped,
+)
+from stepfloor.kernels._jit import (
+    Launch,
+    compile_cuda,
+    default_cache_dir,
+    dependent_launch,
+    device_arch,
+    runs_triton,
+    start,
+    tl,
+    triton,
+)
 from stepfloor.kernels._torch import expert_product, expert_tiles, product, sigmoid
 
 logger = logging.getLogger(__name__)
 
 SLICES = 2  # parts of K that are summed apart
+# Not measured: one row of ten experts of 2560 x 640, and the shared one, are 220 programs, one wave at two a
+# multiprocessor. benchmarks.experts times the neighbours.
+DECODE = Tiles(16, 128, 128, 4, 3)
+PREFILL = Tiles(128, 128, 64, 8, 3)
+STREAMED_ROWS = 4 * MAX_ROWS  # as for moe_gate_up: beyond, tiled experts are decoded to bf16
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +204,8 @@ def moe_down(
     shared_hidden  [T, Is]; shared_gate [T, 1]; shared_down  matrices [D, Is]
     With tiled matrices the kernel queued just before must be moe_gate_up's, or one that never lets its successor start
     early: all but hidden is read before that kernel has ended.
-    Returns [T, D] in the dtype of hidden. Raises ValueError if the shapes disagree.
+    Returns [T, D] in the dtype of hidden. A row's bits do not depend on the rows beside it, nor on their number up to
+    80 (tiled experts: up to 320). Raises ValueError if the shapes disagree.
     """
     if ids.shape != hidden.shape[:2] or weights.shape != ids.shape or down.shape[1] != hidden.shape[2]:
         raise ValueError(
@@ -185,13 +223,307 @@ def moe_down(
             f"[{down.shape[0]}, Is]; got {tuple(shared_hidden.shape)}, {tuple(shared_gate.shape)}, "
             f"{[w.shape for w in shared_down]}"
         )
-    fused = _fused(shared_down)
-    if isinstance(down, TiledExperts) and hidden.is_cuda and hidden.dtype == torch.bfloat16:
-        if fused is not None:
-            return down_rows(hidden, ids, weights, down, (shared_hidden, shared_gate, fused))
-        return down_rows(hidden, ids, weights, down, None) + shared_gate * product(shared_hidden, _stored(shared_down))
+    on_gpu, has_triton = hidden.is_cuda, runs_triton(hidden)
+    if isinstance(down, TiledExperts) and on_gpu and hidden.dtype == torch.bfloat16:
+        if hidden.shape[0] <= STREAMED_ROWS or not has_triton:
+            fused = _fused(shared_down)
+            if fused is not None:
+                return down_rows(hidden, ids, weights, down, (shared_hidden, shared_gate, fused))
+            # the kernel reads early what it may only read after moe_gate_up: it must come before the shared product
+            routed = down_rows(hidden, ids, weights, down, None)
+            return routed + shared_gate * _shared_products(shared_hidden, _stored(shared_down))
+        return down_grouped(hidden, ids, weights, down, shared_hidden, shared_gate, _stored(shared_down))
     stored = down.unpack() if isinstance(down, TiledExperts) else down
+    if on_gpu and _why_the_reference(has_triton, why_not_grouped(stored)) is None:
+        return down_grouped(hidden, ids, weights, stored, shared_hidden, shared_gate, _stored(shared_down))
     return moe_down_reference(hidden, ids, weights, stored, shared_hidden, shared_gate, _stored(shared_down))
+
+
+@cache
+def _why_the_reference(has_triton: bool, reason: str | None) -> str | None:
+    """Why a GPU runs the reference, said once."""
+    reason = reason if has_triton else "Triton is not installed"
+    if reason is not None:
+        logger.info("moe_down runs its reference: %s", reason)
+    return reason
+
+
+def down_grouped(
+    hidden: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    down: PackedWeight | TiledExperts,
+    shared_hidden: Tensor,
+    shared_gate: Tensor,
+    shared_down: Sequence[PackedWeight],
+    tiles: Tiles | None = None,
+    ordered: bool | None = None,
+) -> Tensor:
+    """Queue the Triton kernels: products of pairs and of the shared expert, then their sum.
+
+    tiles    how the first is cut; ordered  whether pairs are sorted first. None: as suits the number of rows
+    """
+    count, topk, width = hidden.shape
+    x = hidden.reshape(count * topk, width)
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    ids = ids.contiguous()
+    if ordered is None:
+        ordered = count > DECODE_ROWS or isinstance(down, TiledExperts)
+    experts = down.data.shape[0] if isinstance(down, PackedWeight) else down.tape.shape[0]
+    products = hidden.new_empty((count * topk, down.shape[0]))
+    shared: _Shared | None = None
+    if len(shared_down) == 1 and why_not_grouped(shared_down[0]) is None:
+        shared = _Shared(shared_hidden, stack_of(shared_down[0]), hidden.new_empty((count, down.shape[0])))
+    shared_products = _shared_products(shared_hidden, shared_down) if shared is None else shared.out
+    groups: Groups | None = None
+    for first, stack in stacks(down):
+        wide = stack.wide(x) or (shared is not None and shared.stack.wide(x))
+        cut = (tiles or (WIDE if wide else PREFILL if ordered else DECODE)).fit(*stack.shape)
+        if ordered and groups is None:
+            groups = group_pairs(ids, experts, cut.rows)
+        _queue_products(x, ids, first, experts, stack, groups, cut, products, shared if first == 0 else None)
+    return _queue_sum(products, weights, shared_gate, shared_products)
+
+
+def _shared_products(x: Tensor, matrices: Sequence[PackedWeight]) -> Tensor:
+    """Rows of the shared expert times its matrices, side by side."""
+    reasons = [why_not_grouped(w) for w in matrices]
+    if not runs_triton(x) or any(reasons):
+        return product(x, matrices)
+    columns = []
+    for w in matrices:
+        shared = _Shared(x, stack_of(w), x.new_empty((x.shape[0], w.shape[0])))
+        cut = PREFILL if x.shape[0] > DECODE_ROWS else DECODE
+        cut = (WIDE if shared.stack.wide(x) else cut).fit(*w.shape)
+        # no pairs: the shared expert's programs alone
+        _queue_products(x, x.new_empty((0, 1), dtype=torch.int64), 0, 1, shared.stack, None, cut, shared.out, shared)
+        columns.append(shared.out)
+    return columns[0] if len(columns) == 1 else torch.cat(columns, -1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Shared:
+    """The shared expert's rows, matrix and products."""
+
+    x: Tensor
+    stack: Stack
+    out: Tensor
+
+
+def _queue_products(
+    x: Tensor,
+    ids: Tensor,
+    first: int,
+    experts: int,
+    stack: Stack,
+    groups: Groups | None,
+    cut: Tiles,
+    out: Tensor,
+    shared: _Shared | None,
+) -> None:
+    pairs = ids.numel()
+    number = pairs if groups is None else most_tiles(pairs, stack.count, cut.rows)
+    order, pair_starts, tile_starts, tile_experts = (
+        (None, None, None, None)
+        if groups is None
+        else (groups.order, groups.pair_starts, groups.tile_starts, groups.tile_experts)
+    )
+    last = None if shared is None else shared.stack
+    rows = 0 if shared is None else shared.x.shape[0]
+    constants = stack.constants(x)
+    _products_kernel[(triton.cdiv(stack.shape[0], cut.columns), number + triton.cdiv(rows, cut.rows))](
+        x,
+        x.stride(0),
+        out,
+        ids,
+        order,
+        pair_starts,
+        tile_starts,
+        tile_experts,
+        stack.data,
+        stack.scale,
+        stack.factor,
+        None if shared is None else shared.x,
+        0 if shared is None else shared.x.stride(0),
+        None if shared is None else shared.out,
+        None if last is None else last.data,
+        None if last is None else last.scale,
+        None if last is None else last.factor,
+        pairs,
+        first,
+        number,
+        rows,
+        EXPERTS=experts,
+        HELD=stack.count,
+        ORDERED=groups is not None,
+        **constants,
+        SHARED_K=0 if last is None else last.shape[1],
+        SHARED_CODES="plain" if last is None else last.codes,
+        SHARED_SCALING="none" if last is None else last.scaling,
+        SHARED_WIDE=constants["WIDE"] if last is None else last.wide(x),
+        BLOCK_M=cut.rows,
+        BLOCK_N=cut.columns,
+        BLOCK_K=cut.depth,
+        CHUNK=chunk_of(pairs),
+        num_warps=cut.warps,
+        num_stages=cut.stages,
+        **dependent_launch(x),
+    )
+
+
+@triton.jit(do_not_specialize=["pairs", "first", "groups", "shared_rows"])
+def _products_kernel(
+    x_ptr,
+    x_stride,
+    out_ptr,
+    ids_ptr,
+    order_ptr,
+    pair_starts_ptr,
+    tile_starts_ptr,
+    tile_experts_ptr,
+    data_ptr,
+    scale_ptr,
+    factor_ptr,
+    shared_x_ptr,
+    shared_x_stride,
+    shared_out_ptr,
+    shared_data_ptr,
+    shared_scale_ptr,
+    shared_factor_ptr,
+    pairs,
+    first,
+    groups,
+    shared_rows,
+    EXPERTS: tl.constexpr,
+    HELD: tl.constexpr,
+    ORDERED: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    CODES: tl.constexpr,
+    SCALING: tl.constexpr,
+    WIDE: tl.constexpr,
+    NATIVE: tl.constexpr,
+    SHARED_K: tl.constexpr,
+    SHARED_CODES: tl.constexpr,
+    SHARED_SCALING: tl.constexpr,
+    SHARED_WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start(PDL)
+    group = tl.program_id(1)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if SHARED_K > 0:  # noqa: SIM102 - the first is the compiler's, the second the program's
+        if group >= groups:
+            row = (group - groups) * BLOCK_M + tl.arange(0, BLOCK_M)
+            sums, _ = expert_products(
+                shared_x_ptr,
+                shared_x_stride,
+                row,
+                row < shared_rows,
+                shared_data_ptr,
+                shared_scale_ptr,
+                shared_factor_ptr,
+                tl.full((), 0, tl.int32),
+                n,
+                N,
+                SHARED_K,
+                SHARED_CODES,
+                SHARED_SCALING,
+                SHARED_WIDE,
+                NATIVE,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_K,
+                False,
+            )
+            at = row.to(tl.int64)[None, :] * N + n[:, None]
+            live = (row < shared_rows)[None, :] & (n[:, None] < N)
+            tl.store(shared_out_ptr + at, sums.to(shared_out_ptr.dtype.element_ty), mask=live)
+            return
+    if ORDERED:
+        tile = tl.load(tile_starts_ptr + first) + group
+        if tile >= tl.load(tile_starts_ptr + first + HELD):
+            return
+        expert = tl.load(tile_experts_ptr + tile)
+        pair, live = pairs_of_tile(order_ptr, pair_starts_ptr, tile_starts_ptr, expert, tile, BLOCK_M)
+    else:
+        expert = expert_of(ids_ptr, group, EXPERTS)
+        if pairs_before(ids_ptr, group, expert, EXPERTS, CHUNK) % BLOCK_M != 0:
+            return
+        pair, live = pairs_led(ids_ptr, group, pairs, expert, EXPERTS, BLOCK_M, CHUNK)
+    sums, _ = expert_products(
+        x_ptr,
+        x_stride,
+        pair,
+        live,
+        data_ptr,
+        scale_ptr,
+        factor_ptr,
+        expert - first,
+        n,
+        N,
+        K,
+        CODES,
+        SCALING,
+        WIDE,
+        NATIVE,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        False,
+    )
+    at = pair.to(tl.int64)[None, :] * N + n[:, None]
+    tl.store(out_ptr + at, sums.to(out_ptr.dtype.element_ty), mask=live[None, :] & (n[:, None] < N))
+
+
+def _queue_sum(products: Tensor, weights: Tensor, shared_gate: Tensor, shared_products: Tensor) -> Tensor:
+    count, n = shared_products.shape
+    weights, shared_gate = weights.contiguous(), shared_gate.contiguous()
+    out = torch.empty_like(shared_products)
+    block = max(16, min(1024, triton.next_power_of_2(n)))
+    _sum_kernel[(count, triton.cdiv(n, block))](
+        products,
+        weights,
+        shared_gate,
+        shared_products,
+        out,
+        N=n,
+        TOPK=weights.shape[1],
+        BLOCK_N=block,
+        **dependent_launch(products),
+    )
+    return out
+
+
+@triton.jit
+def _sum_kernel(
+    products_ptr,
+    weights_ptr,
+    gate_ptr,
+    shared_ptr,
+    out_ptr,
+    N: tl.constexpr,
+    TOPK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    live = n < N
+    dtype = out_ptr.dtype.element_ty
+    total = tl.zeros((BLOCK_N,), tl.float32)
+    for j in range(TOPK):
+        value = tl.load(products_ptr + (row * TOPK + j) * N + n, mask=live, other=0.0).to(tl.float32)
+        weighted = value * tl.load(weights_ptr + row * TOPK + j).to(tl.float32)
+        total += weighted.to(dtype).to(tl.float32)
+    shared = tl.load(shared_ptr + row * N + n, mask=live, other=0.0).to(tl.float32)
+    gated = (tl.load(gate_ptr + row).to(tl.float32) * shared).to(dtype).to(tl.float32)
+    tl.store(out_ptr + row * N + n, (total.to(dtype).to(tl.float32) + gated).to(dtype), mask=live)
 
 
 def moe_down_repack(
@@ -212,14 +544,17 @@ def moe_down_repack(
     target = torch.device(device)
     reason = why_not_tiled(down, target)
     if reason is not None:
-        logger.info("experts [%d, %d] %s stay with torch: %s", *down.shape, down.format, reason)
+        logger.info("experts [%d, %d] %s are not tiled: %s", *down.shape, down.format, reason)
         return down.to(target), tuple(w.to(target) for w in shared_down)
     if target.index is None:
         target = torch.device(target.type, torch.cuda.current_device())
     tiled = pack_experts(down.to(target), SLICES, False, cache_dir or default_cache_dir())
     shared: tuple[PackedWeight | TiledShared, ...] = tuple(w.to(target) for w in shared_down)
-    if len(shared_down) == 1 and shared_down[0].format == "bf16" and shared_down[0].shape[1] % 16 == 0:
+    apart = _why_not_fused(shared_down)
+    if apart is None:
         shared = (pack_shared(shared_down[0].to(target)),)
+    else:
+        logger.info("the shared expert's [%d, *] has a product of its own: %s", down.shape[0], apart)
     fused = _fused(shared)
     shared_k = 0 if fused is None else fused.shape[1]
     count = torch.cuda.get_device_properties(target).multi_processor_count
@@ -304,6 +639,17 @@ def _fused(shared_down: Sequence[PackedWeight | TiledShared]) -> TiledShared | N
     """The matrix that the kernel multiplies itself, if it is one."""
     first = shared_down[0] if len(shared_down) == 1 else None
     return first if isinstance(first, TiledShared) else None
+
+
+def _why_not_fused(shared_down: Sequence[PackedWeight]) -> str | None:
+    """What keeps the shared expert out of the kernel, as the end of a sentence; None if nothing does."""
+    if len(shared_down) != 1:
+        return f"the kernel takes one matrix, not {len(shared_down)}"
+    if shared_down[0].format != "bf16":
+        return f"the kernel reads it in bf16, not in {shared_down[0].format}"
+    if shared_down[0].shape[1] % 16:
+        return f"its {shared_down[0].shape[1]} columns are not a multiple of 16"
+    return None
 
 
 def _stored(shared_down: Sequence[PackedWeight | TiledShared]) -> list[PackedWeight]:

@@ -5,6 +5,9 @@ Source: transformers 5.24, Qwen4ExpTextExperts.forward.
 On a GPU NVFP4 experts are repacked once, at load, into the order in which `moe_gate_up.cu` streams them; it finds the
 distinct experts from the ids itself. It keeps gate and up in float32 and rounds once, where the reference rounds gate,
 up, silu and the product: in bf16 the two may differ by 4 * 2**-8 of the value and what gate's rounding does to silu.
+
+Other formats, other sizes and older GPUs have a Triton kernel, with the reference's roundings. So have prompt chunks;
+for those, tiled experts are decoded to bf16, some at a time.
 """
 
 import logging
@@ -29,12 +32,46 @@ from stepfloor.kernels._experts import (
     pack_pointers,
     why_not_tiled,
 )
-from stepfloor.kernels._jit import Launch, compile_cuda, default_cache_dir, device_arch
+from stepfloor.kernels._grouped import (
+    DECODE_ROWS,
+    WIDE,
+    Groups,
+    Stack,
+    Tiles,
+    chunk_of,
+    expert_of,
+    expert_products,
+    group_pairs,
+    most_tiles,
+    pairs_before,
+    pairs_led,
+    pairs_of_tile,
+    stacks,
+    why_not_grouped,
+)
+from stepfloor.kernels._jit import (
+    Launch,
+    compile_cuda,
+    default_cache_dir,
+    dependent_launch,
+    device_arch,
+    runs_triton,
+    start_in_turn,
+    tl,
+    triton,
+)
 from stepfloor.kernels._torch import expert_product, expert_tiles, silu
 
 logger = logging.getLogger(__name__)
 
 WARPS = 8
+# Not measured: 16 KB of weights a step, up to three steps on the way, three programs a multiprocessor at most; one row
+# of ten experts of 1280 x 2560 is then 200 programs, one wave. benchmarks.experts times the neighbours.
+DECODE = Tiles(16, 32, 128, 4, 4)
+PREFILL = Tiles(64, 128, 64, 8, 3)
+# Tiled experts of more rows are decoded to bf16, which moves 11 GB a layer; launches for 80 rows each read what they
+# need of 1.4 GB. Counted, not measured: the two meet at four or five launches.
+STREAMED_ROWS = 4 * MAX_ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,18 +138,172 @@ def moe_gate_up(x: Tensor, ids: Tensor, gate_up: PackedWeight | TiledExperts) ->
     x        [T, D]
     ids      [T, topk] int64, those of a row all different
     gate_up  E matrices [2 * I, D], gate rows first; tiled ones on the device of x
-    Returns [T, topk, I] in the dtype of x. Raises ValueError if the shapes disagree.
+    Returns [T, topk, I] in the dtype of x. A row's bits do not depend on the rows beside it, nor on their number up to
+    80 (tiled experts: up to 320). Raises ValueError if the shapes disagree.
     """
     if ids.shape[0] != x.shape[0] or gate_up.shape[1] != x.shape[1]:
         raise ValueError(
             f"moe_gate_up wants x [T, D], ids [T, topk], matrices [2I, D]; got "
             f"{tuple(x.shape)}, {tuple(ids.shape)}, {gate_up.shape}"
         )
-    if isinstance(gate_up, PackedWeight):
-        return moe_gate_up_reference(x, ids, gate_up)
-    if x.dtype != torch.bfloat16 or not x.is_cuda:
-        return moe_gate_up_reference(x, ids, gate_up.unpack())
-    return gate_up_rows(x, ids, gate_up)
+    if isinstance(gate_up, TiledExperts) and x.is_cuda and x.dtype == torch.bfloat16:
+        if x.shape[0] <= STREAMED_ROWS or not runs_triton(x):
+            return gate_up_rows(x, ids, gate_up)
+        return gate_up_grouped(x, ids, gate_up)
+    stored = gate_up.unpack() if isinstance(gate_up, TiledExperts) else gate_up
+    if x.is_cuda and _why_the_reference(runs_triton(x), why_not_grouped(stored)) is None:
+        return gate_up_grouped(x, ids, stored)
+    return moe_gate_up_reference(x, ids, stored)
+
+
+@cache
+def _why_the_reference(has_triton: bool, reason: str | None) -> str | None:
+    """Why a GPU runs the reference, said once."""
+    reason = reason if has_triton else "Triton is not installed"
+    if reason is not None:
+        logger.info("moe_gate_up runs its reference: %s", reason)
+    return reason
+
+
+def gate_up_grouped(
+    x: Tensor,
+    ids: Tensor,
+    gate_up: PackedWeight | TiledExperts,
+    tiles: Tiles | None = None,
+    ordered: bool | None = None,
+) -> Tensor:
+    """Queue the Triton kernel, for all experts or for some after the other.
+
+    tiles    how it is cut; ordered  whether pairs are sorted first. None: as suits the number of rows
+    """
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    ids = ids.contiguous()
+    if ordered is None:
+        ordered = x.shape[0] > DECODE_ROWS or isinstance(gate_up, TiledExperts)
+    out = x.new_empty((*ids.shape, gate_up.shape[0] // 2))
+    experts = gate_up.data.shape[0] if isinstance(gate_up, PackedWeight) else gate_up.tape.shape[0]
+    groups: Groups | None = None
+    for first, stack in stacks(gate_up):
+        cut = tiles or (WIDE if stack.wide(x) else PREFILL if ordered else DECODE)
+        cut = cut.fit(stack.shape[0] // 2, stack.shape[1])
+        if ordered and groups is None:
+            groups = group_pairs(ids, experts, cut.rows)
+        _queue(x, ids, first, experts, stack, groups, cut, out)
+    return out
+
+
+def _queue(
+    x: Tensor, ids: Tensor, first: int, experts: int, stack: Stack, groups: Groups | None, cut: Tiles, out: Tensor
+) -> None:
+    pairs, channels = ids.numel(), stack.shape[0] // 2
+    number = pairs if groups is None else most_tiles(pairs, stack.count, cut.rows)
+    order, pair_starts, tile_starts, tile_experts = (
+        (None, None, None, None)
+        if groups is None
+        else (groups.order, groups.pair_starts, groups.tile_starts, groups.tile_experts)
+    )
+    _gate_up_kernel[(triton.cdiv(channels, cut.columns), number)](
+        x,
+        x.stride(0),
+        out,
+        ids,
+        order,
+        pair_starts,
+        tile_starts,
+        tile_experts,
+        stack.data,
+        stack.scale,
+        stack.factor,
+        pairs,
+        first,
+        EXPERTS=experts,
+        HELD=stack.count,
+        TOPK=ids.shape[1],
+        ORDERED=groups is not None,
+        **stack.constants(x),
+        BLOCK_M=cut.rows,
+        BLOCK_N=cut.columns,
+        BLOCK_K=cut.depth,
+        CHUNK=chunk_of(pairs),
+        num_warps=cut.warps,
+        num_stages=cut.stages,
+        **dependent_launch(x),
+    )
+
+
+@triton.jit(do_not_specialize=["pairs", "first"])
+def _gate_up_kernel(
+    x_ptr,
+    x_stride,
+    out_ptr,
+    ids_ptr,
+    order_ptr,
+    pair_starts_ptr,
+    tile_starts_ptr,
+    tile_experts_ptr,
+    data_ptr,
+    scale_ptr,
+    factor_ptr,
+    pairs,
+    first,
+    EXPERTS: tl.constexpr,
+    HELD: tl.constexpr,
+    TOPK: tl.constexpr,
+    ORDERED: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    CODES: tl.constexpr,
+    SCALING: tl.constexpr,
+    WIDE: tl.constexpr,
+    NATIVE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # moe_down.cu may follow, and reads ids and weights before this kernel has ended
+    start_in_turn(PDL)
+    if ORDERED:
+        tile = tl.load(tile_starts_ptr + first) + tl.program_id(1)
+        if tile >= tl.load(tile_starts_ptr + first + HELD):
+            return
+        expert = tl.load(tile_experts_ptr + tile)
+        pair, live = pairs_of_tile(order_ptr, pair_starts_ptr, tile_starts_ptr, expert, tile, BLOCK_M)
+    else:
+        leader = tl.program_id(1)
+        expert = expert_of(ids_ptr, leader, EXPERTS)
+        if pairs_before(ids_ptr, leader, expert, EXPERTS, CHUNK) % BLOCK_M != 0:
+            return
+        pair, live = pairs_led(ids_ptr, leader, pairs, expert, EXPERTS, BLOCK_M, CHUNK)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    gate, up = expert_products(
+        x_ptr,
+        x_stride,
+        pair // TOPK,
+        live,
+        data_ptr,
+        scale_ptr,
+        factor_ptr,
+        expert - first,
+        n,
+        N,
+        K,
+        CODES,
+        SCALING,
+        WIDE,
+        NATIVE,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        True,
+    )
+    dtype = out_ptr.dtype.element_ty
+    gate = gate.to(dtype).to(tl.float32)
+    half = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    hidden = half * up.to(dtype).to(tl.float32)
+    at = pair.to(tl.int64)[None, :] * (N // 2) + n[:, None]
+    tl.store(out_ptr + at, hidden.to(dtype), mask=live[None, :] & (n[:, None] < N // 2))
 
 
 def moe_gate_up_repack(
@@ -128,7 +319,7 @@ def moe_gate_up_repack(
     target = torch.device(device)
     reason = why_not_tiled(weight, target)
     if reason is not None:
-        logger.info("experts [%d, %d] %s stay with torch: %s", *weight.shape, weight.format, reason)
+        logger.info("experts [%d, %d] %s are not tiled: %s", *weight.shape, weight.format, reason)
         return weight.to(target)
     if target.index is None:
         target = torch.device(target.type, torch.cuda.current_device())

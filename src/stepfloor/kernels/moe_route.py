@@ -1,45 +1,43 @@
-"""Router, and the first half of the shared expert, which reads the same input.
+"""Router, and the first half of the shared expert, from the products of the matrices that read the same input.
 
-    p = softmax(x gateᵀ) in float32;  (w, id) = top-k of p;  w = w / Σ w, then rounded
-    shared hidden = silu(x G_sᵀ) * (x U_sᵀ);   shared gate = sigmoid(x s_gᵀ)
+    p = softmax(router logits) in float32;  (w, id) = top-k of p;  w = w / Σ w, then rounded
+    shared hidden = silu(gate) * up;   shared gate = sigmoid(its logit)
 
 Source: transformers 5.24, Qwen4ExpTextTopKRouter and Qwen4ExpTextSparseMoeBlock. Among equal probabilities the
 lower expert comes first; the source leaves that open.
 
-`moe_route_products` is what follows the three products, which one streamed matrix can give side by side; on a GPU it is
-`moe_route.cu`, with the source's roundings.
+On a GPU one kernel does it, with the source's roundings: `moe_route.cu` for the bf16 rows of a decode step, a Triton
+kernel for everything else. A row's bits depend on that row and on which of the two ran.
 """
 
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from stepfloor.formats.codec import PackedWeight, quantize
-from stepfloor.kernels._experts import pack_pointers
-from stepfloor.kernels._jit import Launch, compile_cuda, default_cache_dir, device_arch, missing_for_cuda
-from stepfloor.kernels._torch import product, sigmoid, silu
+from stepfloor.kernels._experts import MAX_ROWS, pack_pointers
+from stepfloor.kernels._jit import (
+    Launch,
+    compile_cuda,
+    default_cache_dir,
+    dependent_launch,
+    device_arch,
+    missing_for_cuda,
+    runs_triton,
+    start,
+    tl,
+    triton,
+)
+from stepfloor.kernels._torch import sigmoid, silu
+
+MOST_CHOICES = 32  # of moe_route.cu: a lane keeps one
 
 
 def moe_route_reference(
-    x: Tensor,
-    router: Sequence[PackedWeight],
-    shared_gate_up: Sequence[PackedWeight],
-    shared_gate: Sequence[PackedWeight],
-    topk: int,
-    renormalize: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The source's equations with the source's rounding."""
-    products = [product(x, weights) for weights in (router, shared_gate_up, shared_gate)]
-    return moe_route_products_reference(torch.cat(products, -1), products[0].shape[-1], topk, renormalize)
-
-
-def moe_route_products_reference(
     products: Tensor, experts: int, topk: int, renormalize: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What follows the products."""
+    """The source's equations with the source's rounding."""
     logits, gate_up, shared_gate = products.split((experts, products.shape[-1] - experts - 1, 1), -1)
     probability = logits.softmax(-1, dtype=torch.float32)
     ordered = torch.sort(probability, dim=-1, descending=True, stable=True)
@@ -50,30 +48,53 @@ def moe_route_products_reference(
     return ids, weights.to(products.dtype), silu(gate) * up, sigmoid(shared_gate)
 
 
-def moe_route_products(
-    products: Tensor, experts: int, topk: int, renormalize: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Choose each row's experts and begin its shared expert, given the products.
+def moe_route(products: Tensor, experts: int, topk: int, renormalize: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Choose each row's experts and begin its shared expert.
 
-    products  [T, E + 2 * I + 1]: router logits, gates and ups of the shared expert, the shared gate
-    experts   E; topk, renormalize and what comes back as in `moe_route`
+    products  [T, E + 2 * I + 1]: router logits, gates and ups of the shared expert, the shared gate's logit
+    experts   E; topk  experts per row; renormalize  whether the chosen weights are scaled to sum to one
+    Returns ids [T, topk] int64 by falling weight, weights [T, topk], shared hidden [T, I], shared gate [T, 1], all but
+    the ids in the dtype of products.
     Raises ValueError if topk exceeds the experts or the columns are not of that form.
     """
     channels = products.shape[-1] - experts - 1
     if topk > experts or channels < 0 or channels % 2:
         raise ValueError(
-            f"moe_route_products wants [T, E + 2I + 1] and topk at most E; got {tuple(products.shape)}, {experts} "
+            f"moe_route wants products [T, E + 2I + 1] and topk at most E; got {tuple(products.shape)}, {experts} "
             f"experts, topk {topk}"
         )
-    if not products.is_cuda or products.dtype != torch.bfloat16 or topk > 32 or missing_for_cuda() is not None:
-        return moe_route_products_reference(products, experts, topk, renormalize)
-    rows, device = products.shape[0], products.device
+    if _has_cuda_kernel(products, topk):
+        return _route_cuda(products, experts, topk, renormalize)
+    if runs_triton(products):
+        return route_triton(products, experts, topk, renormalize)
+    return moe_route_reference(products, experts, topk, renormalize)
+
+
+def _has_cuda_kernel(products: Tensor, topk: int) -> bool:
+    """A launch is kept for each number of rows, which prefill has too many of."""
+    return (
+        products.is_cuda
+        and products.dtype == torch.bfloat16
+        and topk <= MOST_CHOICES
+        and products.shape[0] <= MAX_ROWS
+        and missing_for_cuda() is None
+        and torch.cuda.get_device_capability(products.device)[0] >= 9
+    )
+
+
+def _outputs(products: Tensor, topk: int, channels: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows = products.shape[0]
+    ids = torch.empty((rows, topk), dtype=torch.int64, device=products.device)
+    return ids, products.new_empty((rows, topk)), products.new_empty((rows, channels)), products.new_empty((rows, 1))
+
+
+def _route_cuda(products: Tensor, experts: int, topk: int, renormalize: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     products = products if products.stride(-1) == 1 else products.contiguous()
-    ids = torch.empty((rows, topk), dtype=torch.int64, device=device)
-    weights, hidden, gate = (products.new_empty((rows, n)) for n in (topk, channels // 2, 1))
-    launch = route_launch(experts, topk, channels // 2, renormalize, rows, device, default_cache_dir())
-    launch(route_arguments(products, ids, weights, hidden, gate))
-    return ids, weights, hidden, gate
+    channels = (products.shape[1] - experts - 1) // 2
+    found = _outputs(products, topk, channels)
+    launch = route_launch(experts, topk, channels, renormalize, products.shape[0], products.device, default_cache_dir())
+    launch(route_arguments(products, *found))
+    return found
 
 
 def route_arguments(products: Tensor, ids: Tensor, weights: Tensor, hidden: Tensor, gate: Tensor) -> bytes:
@@ -96,47 +117,87 @@ def route_launch(
     return Launch(cubin, "moe_route_kernel", device, rows, 256, 0)
 
 
-def moe_route(
-    x: Tensor,
-    router: Sequence[PackedWeight],
-    shared_gate_up: Sequence[PackedWeight],
-    shared_gate: Sequence[PackedWeight],
-    topk: int,
-    renormalize: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Choose each row's experts and begin its shared expert.
+def route_triton(products: Tensor, experts: int, topk: int, renormalize: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queue the Triton kernel, a program for a row."""
+    products = products if products.stride(-1) == 1 else products.contiguous()
+    channels = (products.shape[1] - experts - 1) // 2
+    found = _outputs(products, topk, channels)
+    block = triton.next_power_of_2(experts)
+    # one warp: the choices are a chain of reductions, and a barrier for each would cost more than the lanes save
+    _route_kernel[(products.shape[0],)](
+        products,
+        products.stride(0),
+        *found,
+        EXPERTS=experts,
+        TOPK=topk,
+        CHANNELS=channels,
+        RENORMALIZE=renormalize,
+        BLOCK_E=block,
+        BLOCK_J=triton.next_power_of_2(topk),
+        BLOCK_C=256,
+        num_warps=1 if block <= 1024 else 4,
+        **dependent_launch(products),
+    )
+    return found
 
-    x               [T, D]
-    router          matrices [E, D]; shared_gate_up  matrices [2 * I, D], gate rows first; shared_gate  [1, D]
-    topk            experts per row; renormalize  whether the chosen weights are scaled to sum to one
-    Returns ids [T, topk] int64 by falling weight, weights [T, topk], shared hidden [T, I], shared gate [T, 1].
-    Raises ValueError if topk exceeds the experts or the shapes disagree.
-    """
-    experts = sum(w.shape[0] for w in router)
-    if topk > experts:
-        raise ValueError(f"moe_route wants topk at most the number of experts; got {topk} of {experts}")
-    matrices = [w.shape for weights in (router, shared_gate_up, shared_gate) for w in weights]
-    if any(k != x.shape[-1] for _, k in matrices) or sum(w.shape[0] for w in shared_gate) != 1:
-        raise ValueError(
-            f"moe_route wants x [T, D], matrices [E, D], [2I, D], one row [1, D]; got {tuple(x.shape)}, {matrices}"
-        )
-    return moe_route_reference(x, router, shared_gate_up, shared_gate, topk, renormalize)
+
+@triton.jit
+def _route_kernel(
+    products_ptr,
+    stride,
+    ids_ptr,
+    weights_ptr,
+    hidden_ptr,
+    gate_ptr,
+    EXPERTS: tl.constexpr,
+    TOPK: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    products_ptr += row * stride
+    dtype = hidden_ptr.dtype.element_ty
+    e = tl.arange(0, BLOCK_E)
+    logits = tl.load(products_ptr + e, mask=e < EXPERTS, other=float("-inf")).to(tl.float32)
+    likely = tl.exp(logits - tl.max(logits, 0))
+    likely = likely / tl.sum(likely, 0)
+    # a row that is not finite still gets experts that exist, all different; its weights stay NaN
+    left = tl.where(e < EXPERTS, tl.where(likely == likely, likely, 0.0), -1.0)
+    j = tl.arange(0, BLOCK_J)
+    ids = tl.zeros((BLOCK_J,), tl.int32)
+    weights = tl.zeros((BLOCK_J,), tl.float32)
+    for i in range(TOPK):
+        chosen = tl.argmax(left, 0, tie_break_left=True)
+        ids = tl.where(j == i, chosen, ids)
+        weights = tl.where(j == i, tl.sum(tl.where(e == chosen, likely, 0.0), 0), weights)
+        left = tl.where(e == chosen, -1.0, left)
+    if RENORMALIZE:
+        weights = weights / tl.sum(weights, 0)
+    tl.store(ids_ptr + row * TOPK + j, ids.to(tl.int64), mask=j < TOPK)
+    tl.store(weights_ptr + row * TOPK + j, weights.to(dtype), mask=j < TOPK)
+    for first in range(0, CHANNELS, BLOCK_C):
+        c = first + tl.arange(0, BLOCK_C)
+        gate = tl.load(products_ptr + EXPERTS + c, mask=c < CHANNELS, other=0.0).to(tl.float32)
+        up = tl.load(products_ptr + EXPERTS + CHANNELS + c, mask=c < CHANNELS, other=0.0).to(tl.float32)
+        half = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+        tl.store(hidden_ptr + row * CHANNELS + c, (half * up).to(dtype), mask=c < CHANNELS)
+    gate = tl.load(products_ptr + EXPERTS + 2 * CHANNELS).to(tl.float32)
+    tl.store(gate_ptr + row, (1.0 / (1.0 + tl.exp(-gate))).to(dtype))
 
 
 def moe_route_inputs(
-    t: int, d: int, experts: int, shared: int, topk: int, format_name: str, dtype: torch.dtype, device: str
+    t: int, experts: int, shared: int, topk: int, dtype: torch.dtype, device: str
 ) -> dict[str, object]:
-    """Inputs that the test, the tuner and the bench share; router and shared gate stay bf16 as in every release."""
+    """Inputs that the test, the tuner and the bench share."""
     make = torch.Generator(device).manual_seed(0)
-
-    def weight(n: int, name: str) -> tuple[PackedWeight, ...]:
-        return (quantize(torch.randn(n, d, generator=make, device=device) / d**0.5, name),)
-
     return {
-        "x": torch.randn(t, d, generator=make, device=device).to(dtype),
-        "router": weight(experts, "bf16"),
-        "shared_gate_up": weight(2 * shared, format_name),
-        "shared_gate": weight(1, "bf16"),
+        "products": torch.randn(t, experts + 2 * shared + 1, generator=make, device=device).to(dtype),
+        "experts": experts,
         "topk": topk,
         "renormalize": True,
     }

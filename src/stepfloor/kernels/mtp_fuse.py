@@ -1,76 +1,64 @@
 """How the drafter joins what the target knew at a position with the token that followed.
 
-    e       = fc_embedding(norm(E[next token]))
-    R_in[s] = fc_hidden(norm(R)[s]) + e         norm(R): one mean over all streams together
+    R_in[s] = h[s] + e     h: the normalised streams, e: the normalised token, each through its matrix
+
+Norms and products come before: `mtp_norm`, then `linear` with fc_hidden and fc_embedding.
 
 Source: vLLM 0.33, the qwen4_exp multi-token predictor; transformers has no module for it.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from stepfloor.formats.codec import PackedWeight, quantize
-from stepfloor.kernels._torch import product, rms_norm
+from stepfloor.kernels._jit import dependent_launch, runs_triton, start, tl, triton
+
+BLOCK = 1024
 
 
-def mtp_fuse_reference(
-    residual: Tensor,
-    embedding: Tensor,
-    norm_hidden: Tensor,
-    norm_embedding: Tensor,
-    fc_hidden: Sequence[PackedWeight],
-    fc_embedding: Sequence[PackedWeight],
-    streams: int,
-    eps: float,
-) -> Tensor:
-    """The equations above, every product and sum rounded to the dtype of the residual."""
-    e = product(rms_norm(embedding, norm_embedding, eps), fc_embedding)
-    hidden = product(rms_norm(residual, norm_hidden, eps).unflatten(-1, (streams, -1)), fc_hidden)
-    return (hidden + e.unsqueeze(-2)).flatten(-2)
+def mtp_fuse_reference(hidden: Tensor, token: Tensor) -> Tensor:
+    """The equation above, rounded to the dtype of the streams."""
+    return (hidden + token.unsqueeze(-2)).flatten(-2)
 
 
-def mtp_fuse(
-    residual: Tensor,
-    embedding: Tensor,
-    norm_hidden: Tensor,
-    norm_embedding: Tensor,
-    fc_hidden: Sequence[PackedWeight],
-    fc_embedding: Sequence[PackedWeight],
-    streams: int,
-    eps: float,
-) -> Tensor:
+def mtp_fuse(hidden: Tensor, token: Tensor) -> Tensor:
     """Build the drafter's residual for T rows.
 
-    residual        [T, S * D], the target's streams before its final mixer, or the drafter's own
-    embedding       [T, D] of the token after each row
-    norm_hidden     [S * D] float32, norm_embedding [D] float32, 1 already added
-    fc_hidden, fc_embedding  matrices [D, D]
+    hidden  [T, S, D]; token [T, D]
     Returns [T, S * D]. Raises ValueError if the rows disagree.
     """
-    if residual.shape[0] != embedding.shape[0] or residual.shape[1] != streams * embedding.shape[1]:
+    if hidden.ndim != 3 or token.shape != (hidden.shape[0], hidden.shape[2]):
         raise ValueError(
-            f"mtp_fuse wants residual [T, {streams} * D] and embedding [T, D]; got "
-            f"{tuple(residual.shape)}, {tuple(embedding.shape)}"
+            f"mtp_fuse wants hidden [T, S, D] and token [T, D]; got {tuple(hidden.shape)}, {tuple(token.shape)}"
         )
-    return mtp_fuse_reference(residual, embedding, norm_hidden, norm_embedding, fc_hidden, fc_embedding, streams, eps)
+    return (launch_fuse if runs_triton(hidden) else mtp_fuse_reference)(hidden, token)
 
 
-def mtp_fuse_inputs(t: int, d: int, format_name: str, dtype: torch.dtype, device: str) -> dict[str, object]:
+def launch_fuse(hidden: Tensor, token: Tensor) -> Tensor:
+    """Queue the kernel."""
+    count, streams, d = hidden.shape
+    out = hidden.new_empty((count, streams * d))
+    grid = (count, -(-d // BLOCK))
+    _mtp_fuse_kernel[grid](
+        hidden.contiguous(), token.contiguous(), out, d, STREAMS=streams, BLOCK=BLOCK, **dependent_launch(hidden)
+    )
+    return out
+
+
+@triton.jit
+def _mtp_fuse_kernel(hidden_ptr, token_ptr, out_ptr, d, STREAMS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    # One program: BLOCK channels of every stream of one row.
+    start(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.load(token_ptr + row * d + channel, mask=channel < d, other=0).to(tl.float32)
+    for stream in tl.static_range(STREAMS):
+        at = (row * STREAMS + stream) * d + channel
+        hidden = tl.load(hidden_ptr + at, mask=channel < d, other=0).to(tl.float32)
+        tl.store(out_ptr + at, (hidden + token).to(out_ptr.dtype.element_ty), mask=channel < d)
+
+
+def mtp_fuse_inputs(t: int, d: int, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
     """Inputs that the test, the tuner and the bench share; four streams."""
     make = torch.Generator(device).manual_seed(0)
-
-    def rand(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=make, device=device)
-
-    return {
-        "residual": rand(t, 4 * d).to(dtype),
-        "embedding": rand(t, d).to(dtype),
-        "norm_hidden": 1 + 0.1 * rand(4 * d),
-        "norm_embedding": 1 + 0.1 * rand(d),
-        "fc_hidden": (quantize(rand(d, d) / d**0.5, format_name),),
-        "fc_embedding": (quantize(rand(d, d) / d**0.5, format_name),),
-        "streams": 4,
-        "eps": 1e-6,
-    }
+    hidden = torch.randn(t, 4, d, generator=make, device=device).to(dtype)
+    return {"hidden": hidden, "token": torch.randn(t, d, generator=make, device=device).to(dtype)}

@@ -4,12 +4,27 @@
     s    = q · k / sqrt(head_dim);   p = softmax(s), rounded;   o = (Σ p v) * sigmoid(gate)
 
 Source: transformers 5.24, Qwen4ExpTextAttention.forward with eager_attention_forward.
+
+On a GPU a decode step takes two kernels: PIECE kept positions of one row and key head per program, with all query
+heads that share the key head; then the pieces of a row are joined in their order and gated. Pieces and their order
+follow from the row's own position, so its bits depend on nothing else. Rows of a prompt chunk (more than
+MOST_DECODE_ROWS) go over all their positions in one program: eight rows together as long as they keep everything,
+later row by row, which gathers what each selected. Their sums have another order than a decode step's.
+
+The reference rounds p, relative to the whole row's softmax. A kernel rounds a piece's exp(s - max of the piece) and
+divides later: each weight is rounded once as well, by at most 2**-8 of itself in bf16, but elsewhere. So a kernel is as
+close to the exact result as the reference is, and the two lie within twice that bound of each other.
 """
 
 import torch
 from torch import Tensor
 
+from stepfloor.kernels._jit import dependent_launch, runs_triton, start, tl, triton
 from stepfloor.kernels._torch import sigmoid
+
+MOST_DECODE_ROWS = 16
+PIECE = 64  # kept positions of one program: 64 KB of keys and values, 22 programs at 700 tokens, 66 at 2051
+JOINED = 16  # pieces that are joined at a time
 
 
 def qsa_attend_reference(
@@ -66,9 +81,10 @@ def qsa_attend(
     """Attend R rows of each of B sequences to what they selected.
 
     q             [B, R, H, head_dim]; gate [B, R, H * head_dim]
-    selected      [B, R, topk] int64 blocks ascending, -1 behind the last
+    selected      [B, R, topk] int64 blocks ascending, -1 behind the last, as qsa_select chooses them: a row that has no
+                  more than topk complete blocks selects them all
     slots, first  [B] int64; first is the position of each sequence's first row
-    keys, values  [pages, P, KV heads, head_dim]; page_table [slots, pages] int64
+    keys, values  [pages, P, KV heads, head_dim], in the dtype of q or float8_e4m3fn; page_table [slots, pages] int64
     ratio         tokens per block
     Returns [B, R, H * head_dim] in the dtype of q. Raises ValueError if the shapes disagree.
     """
@@ -81,7 +97,394 @@ def qsa_attend(
         raise ValueError(
             f"qsa_attend wants slots and first [{q.shape[0]}]; got {tuple(slots.shape)}, {tuple(first.shape)}"
         )
+    if runs_triton(q):
+        return qsa_attend_triton(q, gate, selected, slots, first, keys, values, page_table, ratio)
     return qsa_attend_reference(q, gate, selected, slots, first, keys, values, page_table, ratio)
+
+
+def qsa_attend_triton(
+    q: Tensor,
+    gate: Tensor,
+    selected: Tensor,
+    slots: Tensor,
+    first: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    page_table: Tensor,
+    ratio: int,
+    *,
+    piece: int = PIECE,
+) -> Tensor:
+    """Two launches; see qsa_attend. `piece` decides the bits of a decode step's rows."""
+    q, gate, selected = q.contiguous(), gate.contiguous(), selected.contiguous()
+    keys, values, page_table = keys.contiguous(), values.contiguous(), page_table.contiguous()
+    if q.shape[1] > MOST_DECODE_ROWS:
+        return _attend_chunk(q, gate, selected, slots, first, keys, values, page_table, ratio)
+    b, r, heads, dim = q.shape
+    page, kv_heads = keys.shape[1:3]
+    topk, pages = selected.shape[2], page_table.shape[1]
+    # as many positions as a row can keep, and no more than there are places
+    pieces = -(-min(topk * ratio + ratio - 1, pages * page) // piece)
+    partial = torch.empty((b * r, pieces, heads, dim), dtype=torch.float32, device=q.device)
+    # largest score and sum of weights of each piece, piece by piece for each head
+    sums = torch.empty((2, b * r, heads, pieces), dtype=torch.float32, device=q.device)
+    output = torch.empty((b, r, heads * dim), dtype=q.dtype, device=q.device)
+    launch = dependent_launch(q)
+    _piece_kernel[(pieces, kv_heads, b * r)](
+        q,
+        selected,
+        slots,
+        first,
+        keys,
+        values,
+        page_table,
+        partial,
+        sums[0],
+        sums[1],
+        r,
+        pages,
+        dim**-0.5,
+        PAGE=page,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        RATIO=ratio,
+        TOPK=topk,
+        PIECE=piece,
+        BLOCK_H=_block_heads(heads // kv_heads),
+        BLOCK_D=max(16, triton.next_power_of_2(dim)),
+        num_warps=4,
+        **launch,
+    )
+    _join_kernel[(heads, b * r)](
+        partial,
+        sums[0],
+        sums[1],
+        gate,
+        output,
+        HEADS=heads,
+        DIM=dim,
+        PIECES=pieces,
+        JOINED=min(JOINED, triton.next_power_of_2(pieces)),
+        BLOCK_P=triton.next_power_of_2(pieces),
+        BLOCK_D=triton.next_power_of_2(dim),
+        num_warps=4,
+        **launch,
+    )
+    return output
+
+
+def _block_heads(group: int) -> int:
+    """Rows of a product that hold the query heads of one key head; a tensor core's tile has 16."""
+    return max(16, triton.next_power_of_2(group))
+
+
+def _attend_chunk(
+    q: Tensor,
+    gate: Tensor,
+    selected: Tensor,
+    slots: Tensor,
+    first: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    page_table: Tensor,
+    ratio: int,
+) -> Tensor:
+    """Two launches: tiles of rows that keep everything, then the others one by one; each skips the other's rows."""
+    b, r, heads, dim = q.shape
+    page, kv_heads = keys.shape[1:3]
+    topk, pages = selected.shape[2], page_table.shape[1]
+    block_h, narrow = _block_heads(heads // kv_heads), q.dtype == torch.float32
+    # float32 is multiplied without tensor cores, in small tiles
+    tile_rows = 1 if narrow else max(1, 128 // block_h)
+    output = torch.empty((b, r, heads * dim), dtype=q.dtype, device=q.device)
+    operands = (q, gate, selected, slots, first, keys, values, page_table, output, r, pages, dim**-0.5)
+    constants = {
+        "PAGE": page,
+        "HEADS": heads,
+        "KV_HEADS": kv_heads,
+        "DIM": dim,
+        "RATIO": ratio,
+        "TOPK": topk,
+        "TILE_ROWS": tile_rows,
+        "BLOCK_H": block_h,
+        "BLOCK_D": max(16, triton.next_power_of_2(dim)),
+        **dependent_launch(q),
+    }
+    _dense_kernel[(-(-r // tile_rows), kv_heads, b)](
+        *operands, BLOCK_N=16 if narrow else 64, num_warps=4 if narrow else 8, **constants
+    )
+    _gather_kernel[(r, kv_heads, b)](*operands, BLOCK_N=16 if narrow else 64, num_warps=4, num_stages=2, **constants)
+    return output
+
+
+@triton.jit
+def _kept(selected_ptr, j, position, RATIO: tl.constexpr, TOPK: tl.constexpr):
+    """The kept positions of a row in their order: numbers j to positions, and which of them there are."""
+    complete = (position + 1) // RATIO
+    inside = tl.minimum(complete, TOPK) * RATIO  # positions in blocks; the tail comes behind them
+    # not masked by what is visible, so that the load does not wait for the position
+    block = tl.load(selected_ptr + j // RATIO, mask=j < TOPK * RATIO, other=-1)
+    at = tl.where(j < inside, block * RATIO + j % RATIO, complete * RATIO + j - inside)
+    return at, (j < inside + position + 1 - complete * RATIO) & ((j >= inside) | (block >= 0))
+
+
+@triton.jit
+def _places(page_table_ptr, at, live, pages, PAGE: tl.constexpr):
+    """Where positions lie, as numbers of rows of the cache. page_table_ptr is the sequence's own row."""
+    page = tl.load(page_table_ptr + tl.minimum(at // PAGE, pages - 1), mask=live, other=0)
+    return page * PAGE + at % PAGE
+
+
+@triton.jit(do_not_specialize=["rows"])  # one binary for every number of rows
+def _piece_kernel(
+    q_ptr,
+    selected_ptr,
+    slots_ptr,
+    first_ptr,
+    keys_ptr,
+    values_ptr,
+    page_table_ptr,
+    partial_ptr,
+    largest_ptr,
+    sum_ptr,
+    rows,
+    pages,
+    scale,
+    PAGE: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    RATIO: tl.constexpr,
+    TOPK: tl.constexpr,
+    PIECE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One piece of one row's kept positions, all query heads of one key head."""
+    start(PDL)
+    piece, kv = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    position = tl.load(first_ptr + row // rows) + row % rows
+    slot = tl.load(slots_ptr + row // rows)
+    h = tl.arange(0, BLOCK_H)
+    d = tl.arange(0, BLOCK_D)
+    j = piece * PIECE + tl.arange(0, PIECE)
+    head_live = (h < GROUP)[:, None] & (d < DIM)[None, :]
+    heads = (kv * GROUP + h)[:, None] * DIM + d[None, :]
+    q = tl.load(q_ptr + row * HEADS * DIM + heads, mask=head_live, other=0.0)
+    at, live = _kept(selected_ptr + row * TOPK, j, position, RATIO, TOPK)
+    sums = (row * HEADS + kv * GROUP + h) * tl.num_programs(0) + piece
+    complete = (position + 1) // RATIO
+    if piece * PIECE >= tl.minimum(complete, TOPK) * RATIO + position + 1 - complete * RATIO:
+        # so that whoever joins the pieces need not know how many there are
+        tl.store(largest_ptr + sums, float("-inf"), mask=h < GROUP)
+        return
+    places = _places(page_table_ptr + slot * pages, at, live, pages, PAGE)
+    cells = (places[:, None] * KV_HEADS + kv) * DIM + d[None, :]
+    cell_live = live[:, None] & (d < DIM)[None, :]
+    k = tl.load(keys_ptr + cells, mask=cell_live, other=0.0).to(q.dtype)
+    v = tl.load(values_ptr + cells, mask=cell_live, other=0.0).to(q.dtype)
+    s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    s = tl.where(live[None, :], s, float("-inf"))
+    largest = tl.max(s, 1)
+    p = tl.where(live[None, :], tl.exp(s - largest[:, None]), 0.0)
+    o = tl.dot(p.to(q.dtype), v, input_precision="ieee")
+    tl.store(largest_ptr + sums, largest, mask=h < GROUP)
+    tl.store(sum_ptr + sums, tl.sum(p, 1), mask=h < GROUP)
+    tl.store(partial_ptr + (row * tl.num_programs(0) + piece) * HEADS * DIM + heads, o, mask=head_live)
+
+
+@triton.jit
+def _join_kernel(
+    partial_ptr,
+    largest_ptr,
+    sum_ptr,
+    gate_ptr,
+    output_ptr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PIECES: tl.constexpr,
+    JOINED: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One head of one row: its pieces in their order, then the gate."""
+    start(PDL)
+    head = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
+    i = tl.arange(0, BLOCK_P)
+    line = (row * HEADS + head) * PIECES
+    gate = tl.load(gate_ptr + (row * HEADS + head) * DIM + d, mask=d < DIM, other=0.0)
+    largest = tl.load(largest_ptr + line + i, mask=i < PIECES, other=float("-inf"))
+    sums = tl.load(sum_ptr + line + i, mask=i < PIECES, other=0.0)
+    most = tl.max(largest, 0)
+    # a piece without positions has no sums: what lies there counts nothing
+    total = tl.sum(tl.where(largest > float("-inf"), sums * tl.exp(largest - most), 0.0), 0)
+    o = tl.full((BLOCK_D,), 0.0, tl.float32)
+    for begin in tl.static_range(0, PIECES, JOINED):
+        n = begin + tl.arange(0, JOINED)
+        part = tl.load(largest_ptr + line + n, mask=n < PIECES, other=float("-inf"))
+        cells = ((row * PIECES + n) * HEADS + head)[:, None] * DIM + d[None, :]
+        inside = (n < PIECES)[:, None] & (d < DIM)[None, :]
+        if begin > 0:
+            inside = inside & (part > float("-inf"))[:, None]
+        # of the first ones also those that were not written are read, rather than wait for `part`
+        tile = tl.load(partial_ptr + cells, mask=inside, other=0.0)
+        alive = (part > float("-inf"))[:, None]
+        o += tl.sum(tl.where(alive, tile * tl.exp(part - most)[:, None], 0.0), 0)
+    tl.store(output_ptr + (row * HEADS + head) * DIM + d, _gated(o / total, gate), mask=d < DIM)
+
+
+@triton.jit
+def _gated(o, gate):
+    """float32 o, rounded, times the rounded sigmoid of the gate."""
+    opened = 1.0 / (1.0 + tl.exp(-gate.to(tl.float32)))
+    opened = opened.to(gate.dtype).to(tl.float32)
+    return (o.to(gate.dtype).to(tl.float32) * opened).to(gate.dtype)
+
+
+@triton.jit
+def _keeps_all(first, tile, rows, TILE_ROWS: tl.constexpr, RATIO: tl.constexpr, TOPK: tl.constexpr):
+    """Whether every row of a tile keeps all positions up to its own."""
+    return (first + tl.minimum((tile + 1) * TILE_ROWS, rows)) // RATIO <= TOPK
+
+
+@triton.jit(do_not_specialize=["rows"])  # one binary for every number of rows
+def _dense_kernel(
+    q_ptr,
+    gate_ptr,
+    selected_ptr,
+    slots_ptr,
+    first_ptr,
+    keys_ptr,
+    values_ptr,
+    page_table_ptr,
+    output_ptr,
+    rows,
+    pages,
+    scale,
+    PAGE: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    RATIO: tl.constexpr,
+    TOPK: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """TILE_ROWS rows that keep everything, times the query heads of one key head, over all positions."""
+    start(PDL)
+    tile, kv = tl.program_id(0), tl.program_id(1)
+    b = tl.program_id(2).to(tl.int64)
+    first = tl.load(first_ptr + b)
+    if not _keeps_all(first, tile, rows, TILE_ROWS, RATIO, TOPK):
+        return
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    m = tl.arange(0, TILE_ROWS * BLOCK_H)
+    r, h = tile * TILE_ROWS + m // BLOCK_H, m % BLOCK_H
+    d = tl.arange(0, BLOCK_D)
+    head_live = ((h < GROUP) & (r < rows))[:, None] & (d < DIM)[None, :]
+    heads = ((b * rows + r) * HEADS + kv * GROUP + h)[:, None] * DIM + d[None, :]
+    q = tl.load(q_ptr + heads, mask=head_live, other=0.0)
+    page_table_ptr += tl.load(slots_ptr + b) * pages
+    position = (first + tl.minimum(r, rows - 1)).to(tl.int32)
+    length = (first + tl.minimum((tile + 1) * TILE_ROWS, rows)).to(tl.int32)
+    largest = tl.full((TILE_ROWS * BLOCK_H,), float("-inf"), tl.float32)
+    total = tl.full((TILE_ROWS * BLOCK_H,), 0.0, tl.float32)
+    o = tl.full((TILE_ROWS * BLOCK_H, BLOCK_D), 0.0, tl.float32)
+    for begin in range(0, length, BLOCK_N):
+        at = begin + tl.arange(0, BLOCK_N)
+        places = _places(page_table_ptr, at, at < length, pages, PAGE)
+        cells = (places[:, None] * KV_HEADS + kv) * DIM + d[None, :]
+        cell_live = (at < length)[:, None] & (d < DIM)[None, :]
+        k = tl.load(keys_ptr + cells, mask=cell_live, other=0.0).to(q.dtype)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        s = tl.where(at[None, :] <= position[:, None], s, float("-inf"))
+        # position 0 is everybody's, so from the first tile on there is a largest score
+        most = tl.maximum(largest, tl.max(s, 1))
+        p = tl.exp(s - most[:, None])
+        fade = tl.exp(largest - most)
+        total = total * fade + tl.sum(p, 1)
+        v = tl.load(values_ptr + cells, mask=cell_live, other=0.0).to(q.dtype)
+        o = tl.dot(p.to(q.dtype), v, o * fade[:, None], input_precision="ieee")
+        largest = most
+    gate = tl.load(gate_ptr + heads, mask=head_live, other=0.0)
+    tl.store(output_ptr + heads, _gated(o / total[:, None], gate), mask=head_live)
+
+
+@triton.jit(do_not_specialize=["rows"])  # one binary for every number of rows
+def _gather_kernel(
+    q_ptr,
+    gate_ptr,
+    selected_ptr,
+    slots_ptr,
+    first_ptr,
+    keys_ptr,
+    values_ptr,
+    page_table_ptr,
+    output_ptr,
+    rows,
+    pages,
+    scale,
+    PAGE: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    RATIO: tl.constexpr,
+    TOPK: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One row whose tile keeps not everything, times the query heads of one key head, over what it selected."""
+    start(PDL)
+    r, kv = tl.program_id(0), tl.program_id(1)
+    b = tl.program_id(2).to(tl.int64)
+    first = tl.load(first_ptr + b)
+    if _keeps_all(first, r // TILE_ROWS, rows, TILE_ROWS, RATIO, TOPK):
+        return
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    row = b * rows + r
+    position = first + r
+    h = tl.arange(0, BLOCK_H)
+    d = tl.arange(0, BLOCK_D)
+    head_live = (h < GROUP)[:, None] & (d < DIM)[None, :]
+    heads = (row * HEADS + kv * GROUP + h)[:, None] * DIM + d[None, :]
+    q = tl.load(q_ptr + heads, mask=head_live, other=0.0)
+    page_table_ptr += tl.load(slots_ptr + b) * pages
+    complete = (position + 1) // RATIO
+    kept = (tl.minimum(complete, TOPK) * RATIO + position + 1 - complete * RATIO).to(tl.int32)
+    # lower than any score, and finite: a piece may hold no position
+    largest = tl.full((BLOCK_H,), -1e38, tl.float32)
+    total = tl.full((BLOCK_H,), 0.0, tl.float32)
+    o = tl.full((BLOCK_H, BLOCK_D), 0.0, tl.float32)
+    for begin in range(0, kept, BLOCK_N):
+        at, live = _kept(selected_ptr + row * TOPK, begin + tl.arange(0, BLOCK_N), position, RATIO, TOPK)
+        places = _places(page_table_ptr, at, live, pages, PAGE)
+        cells = (places[:, None] * KV_HEADS + kv) * DIM + d[None, :]
+        cell_live = live[:, None] & (d < DIM)[None, :]
+        k = tl.load(keys_ptr + cells, mask=cell_live, other=0.0).to(q.dtype)
+        v = tl.load(values_ptr + cells, mask=cell_live, other=0.0).to(q.dtype)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        s = tl.where(live[None, :], s, float("-inf"))
+        most = tl.maximum(largest, tl.max(s, 1))
+        p = tl.exp(s - most[:, None])
+        fade = tl.exp(largest - most)
+        total = total * fade + tl.sum(p, 1)
+        o = tl.dot(p.to(q.dtype), v, o * fade[:, None], input_precision="ieee")
+        largest = most
+    gate = tl.load(gate_ptr + heads, mask=head_live, other=0.0)
+    tl.store(output_ptr + heads, _gated(o / total[:, None], gate), mask=head_live)
 
 
 def qsa_attend_inputs(

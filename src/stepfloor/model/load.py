@@ -16,11 +16,13 @@ from torch import Tensor
 from stepfloor.config import SPARSE
 from stepfloor.errors import UserError
 from stepfloor.formats.codec import PackedWeight, stack_rows
+from stepfloor.kernels.gdn_decode import DeltaConstants
 from stepfloor.kernels.hc_down import hc_down_repack
 from stepfloor.kernels.hc_mix import hc_mix_repack
 from stepfloor.kernels.linear import linear_repack
 from stepfloor.kernels.moe_down import moe_down_repack
 from stepfloor.kernels.moe_gate_up import moe_gate_up_repack
+from stepfloor.kernels.ngram_gather import GatherTable, ngram_gather_table
 from stepfloor.kernels.qsa_prepare import SparseNorms
 from stepfloor.model.model import (
     Drafter,
@@ -140,8 +142,8 @@ class _Loader:
         return Drafter(
             self._norm("mtp.pre_fc_norm_hidden"),
             self._norm("mtp.pre_fc_norm_embedding"),
-            self._joined(["mtp.fc_hidden"]),
-            self._joined(["mtp.fc_embedding"]),
+            self._projection("mtp.fc_hidden"),
+            self._projection("mtp.fc_embedding"),
             self._layer("mtp.layers.0", SPARSE, index, ngram=False),
             self._hyper_connection("mtp.hyper_connection_mixer", inject=False),
             self._projection("mtp.lm_head") if "mtp.lm_head" in self.weights else head,
@@ -164,12 +166,19 @@ class _Loader:
         )
 
     def _linear_attention(self, prefix: str) -> LinearAttention:
+        config = self.config
         return LinearAttention(
             self._projection(*(f"{prefix}.in_proj_{part}" for part in ("qkv", "z", "b", "a"))),
-            self._vector(f"{prefix}.conv1d").squeeze(1).float(),
-            self._vector(f"{prefix}.A_log").float(),
-            self._vector(f"{prefix}.dt_bias").float(),
-            self._vector(f"{prefix}.norm"),
+            DeltaConstants(
+                conv_weight=self._vector(f"{prefix}.conv1d").squeeze(1).float(),
+                a_log=self._vector(f"{prefix}.A_log").float(),
+                dt_bias=self._vector(f"{prefix}.dt_bias").float(),
+                norm_weight=self._vector(f"{prefix}.norm"),
+                key_heads=config.linear_num_key_heads,
+                key_dim=config.linear_key_head_dim,
+                eps=config.rms_norm_eps,
+                activation=config.output_gate_type,
+            ),
             self._projection(f"{prefix}.out_proj"),
         )
 
@@ -197,20 +206,15 @@ class _Loader:
         )
         down = self._matrix(f"{prefix}.experts.down_proj") if fused else self._stacked_experts(prefix, "down_proj")
         shared_down = self._joined([f"{shared}.down_proj"])
-        router, shared_gate_up, shared_gate = (
-            self._joined(names)
-            for names in (
-                [f"{prefix}.gate"],
-                [f"{shared}.gate_proj", f"{shared}.up_proj"],
-                [f"{prefix}.shared_expert_gate"],
-            )
+        router = self._projection(
+            f"{prefix}.gate", f"{shared}.gate_proj", f"{shared}.up_proj", f"{prefix}.shared_expert_gate"
         )
         if not self.on_gpu:
-            return Experts(router, shared_gate_up, shared_gate, shared_down, gate_up, down)
+            return Experts(router, shared_down, gate_up, down)
         topk, rows = self.config.num_experts_per_tok, self.decode_rows
         tiled_gate_up = moe_gate_up_repack(gate_up, topk, self.device, max_rows=rows)
         tiled_down, tiled_shared = moe_down_repack(down, shared_down, topk, self.device, max_rows=rows)
-        return Experts(router, shared_gate_up, shared_gate, tiled_shared, tiled_gate_up, tiled_down)
+        return Experts(router, tiled_shared, tiled_gate_up, tiled_down)
 
     def _stacked_experts(self, prefix: str, *leaves: str) -> PackedWeight:
         """Per-expert matrices as one stack, the named ones of an expert joined along their rows."""
@@ -273,15 +277,15 @@ class _Loader:
             self._vector(f"{prefix}.conv1d").squeeze(1).float(),
         )
 
-    def _table(self, prefix: str) -> tuple[PackedWeight, ...]:
+    def _table(self, prefix: str) -> tuple[PackedWeight, ...] | GatherTable:
         """The table's shards; on the CPU as mapped from the file, never copied: it may be larger than the memory."""
         # split_ngram_parts may promise more shards than there are rows for
         count = len(shard_heights(self.config))
         stored = [self.weights[f"{prefix}.shard_{i}"] for i in range(count)]
-        shards = [_with_scales(weight, self.source.parts(weight)) for weight in stored]
+        shards = [_with_scales(weight, self._table_parts(weight)) for weight in stored]
         table = self.weights.get(prefix)
         if table is not None:
-            shared = self.source.parts(table)
+            shared = self._table_parts(table)
             shards = [
                 replace(s, scale=shared.get("weight_scale", s.scale), scale_2=shared.get("weight_scale_2", s.scale_2))
                 for s in shards
@@ -289,7 +293,14 @@ class _Loader:
         if self.decode_all:
             whole = torch.cat([s.dequantize() for s in shards])
             return (PackedWeight("fp32", (whole.shape[0], whole.shape[1]), whole),)
-        return tuple(shards)
+        return ngram_gather_table(shards, self.device) if self.on_gpu else tuple(shards)
+
+    def _table_parts(self, weight: Weight) -> dict[str, Tensor]:
+        parts = self.source.parts(weight)
+        if self.on_gpu and self.table_on == "cpu":
+            # kernels read pinned memory by its address; a shard passes through the device on its way
+            parts = {suffix: tensor.cpu().pin_memory() for suffix, tensor in parts.items()}
+        return parts
 
     def _matrix(self, name: str) -> PackedWeight:
         weight = self.weights[name]

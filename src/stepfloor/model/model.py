@@ -8,22 +8,24 @@ That write waits for the next read, since the two are one operator (hc_down).
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from stepfloor.cache.tensors import CacheTensors, Rows
 from stepfloor.config import ModelConfig
 from stepfloor.formats.codec import PackedWeight
 from stepfloor.kernels.embed import embed
-from stepfloor.kernels.gdn_decode import gdn_decode
+from stepfloor.kernels.gdn_decode import DeltaConstants, gdn_decode
 from stepfloor.kernels.gdn_prefill import gdn_prefill
 from stepfloor.kernels.hc_down import StreamedDown, hc_down
 from stepfloor.kernels.hc_mix import StreamedMix, hc_mix
-from stepfloor.kernels.linear import StreamedWeight, linear
+from stepfloor.kernels.linear import MAX_ROWS, StreamedWeight, linear
 from stepfloor.kernels.moe_down import TiledExperts, TiledShared, moe_down
 from stepfloor.kernels.moe_gate_up import moe_gate_up
 from stepfloor.kernels.moe_route import moe_route
 from stepfloor.kernels.mtp_fuse import mtp_fuse
-from stepfloor.kernels.ngram_gather import ngram_gather
+from stepfloor.kernels.mtp_norm import mtp_norm
+from stepfloor.kernels.ngram_gather import GatherTable, ngram_gather
 from stepfloor.kernels.ngram_rows import ngram_rows
 from stepfloor.kernels.ple_mix import ple_mix
 from stepfloor.kernels.qsa_attend import qsa_attend
@@ -47,13 +49,10 @@ class HyperConnection:
 
 @dataclass(frozen=True, slots=True)
 class LinearAttention:
-    """Gated delta net. project: q, k, v, z, b, a; conv_weight [C, taps]; a_log, dt_bias [HV]; norm_weight [V]."""
+    """Gated delta net. project: q, k, v, z, b, a."""
 
     project: Projection
-    conv_weight: Tensor
-    a_log: Tensor
-    dt_bias: Tensor
-    norm_weight: Tensor
+    constants: DeltaConstants
     out: Projection
 
 
@@ -68,11 +67,12 @@ class SparseAttention:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Mixture of experts. gate_up: E matrices [2 I, D], gate rows first; down: E matrices [D, I]."""
+    """Mixture of experts. router: the router, the shared expert's gate and up, its gate [1, D], in this order.
 
-    router: Matrices
-    shared_gate_up: Matrices
-    shared_gate: Matrices
+    gate_up: E matrices [2 I, D], gate rows first; down: E matrices [D, I]; shared_down [D, Is].
+    """
+
+    router: Projection
     shared_down: tuple[PackedWeight | TiledShared, ...]
     gate_up: PackedWeight | TiledExperts
     down: PackedWeight | TiledExperts
@@ -85,7 +85,7 @@ class NgramBlock:
     multipliers: Tensor
     sizes: Tensor
     offsets: Tensor
-    shards: tuple[PackedWeight, ...]
+    shards: tuple[PackedWeight, ...] | GatherTable
     key_value: Projection
     norm_key: Tensor
     norm_query: Tensor
@@ -111,8 +111,8 @@ class Drafter:
 
     norm_hidden: Tensor
     norm_embedding: Tensor
-    fc_hidden: Matrices
-    fc_embedding: Matrices
+    fc_hidden: Projection
+    fc_embedding: Projection
     layer: Layer
     mixer: HyperConnection
     head: Projection
@@ -163,16 +163,21 @@ class Model:
         Returns its residual before its mixer, which the next pass reads, and the mixed vector for its head.
         """
         config = self.config
-        fused = mtp_fuse(
+        hidden, token = mtp_norm(
             residual,
-            self.embedding[following.flatten()],
+            self.embedding,
+            following.flatten(),
             drafter.norm_hidden,
             drafter.norm_embedding,
-            drafter.fc_hidden,
-            drafter.fc_embedding,
             config.hc_count,
             config.rms_norm_eps,
         )
+        # S rows a token: a decode step may have more than `linear` takes for one, and the library's bits depend on
+        # how many there are
+        parts = (hidden,) if rows.chunk else hidden.split(MAX_ROWS // config.hc_count)
+        projected = [linear(part, drafter.fc_hidden) for part in parts]
+        streams = projected[0] if len(projected) == 1 else torch.cat(projected)
+        fused = mtp_fuse(streams, linear(token, drafter.fc_embedding))
         return self._final(drafter.mixer, self._layer(drafter.layer, Written(fused), rows, cache))
 
     def logits(self, hidden: Tensor, head: Projection | None = None) -> Tensor:
@@ -212,22 +217,10 @@ class Model:
     def _linear_attention(
         self, attention: LinearAttention, index: int, x: Tensor, rows: Rows, cache: CacheTensors
     ) -> Tensor:
-        config = self.config
         projected = linear(x, attention.project)
-        constants = (
-            attention.conv_weight,
-            attention.a_log,
-            attention.dt_bias,
-            attention.norm_weight,
-            config.linear_num_key_heads,
-            config.linear_key_head_dim,
-            config.rms_norm_eps,
-            config.output_gate_type,
-        )
         if rows.chunk:
-            slot = int(rows.slots[0])
-            history = cache.raw_rows[index][slot, : config.linear_conv_kernel_dim - 1]
-            mixed = gdn_prefill(projected, cache.state[index][slot], history, *constants)
+            state, raw_rows = cache.state[index], cache.raw_rows[index]
+            mixed = gdn_prefill(projected, state, raw_rows, rows.slots, attention.constants)
         else:
             mixed = gdn_decode(
                 projected.unflatten(0, rows.tokens.shape),
@@ -236,7 +229,8 @@ class Model:
                 cache.gate_rows[index],
                 rows.slots,
                 rows.pending,
-                *constants,
+                attention.constants,
+                rows.settled,
             ).flatten(0, 1)
         return linear(mixed, attention.out)
 
@@ -284,14 +278,9 @@ class Model:
         return linear(mixed.flatten(0, 1), attention.out)
 
     def _experts(self, layer: Layer, x: Tensor) -> Tensor:
-        experts = layer.experts
+        experts, config = layer.experts, self.config
         ids, weights, shared, shared_gate = moe_route(
-            x,
-            experts.router,
-            experts.shared_gate_up,
-            experts.shared_gate,
-            self.config.num_experts_per_tok,
-            self.config.norm_topk_prob,
+            linear(x, experts.router), config.num_experts, config.num_experts_per_tok, config.norm_topk_prob
         )
         if self.on_routed is not None:
             self.on_routed(layer, ids)

@@ -12,11 +12,12 @@ from stepfloor.formats.table import stored_bytes
 
 BF16_BYTES = 2
 FP32_BYTES = 4
+INT32_BYTES = 4
 INT64_BYTES = 8
 _CHOICE_BYTES = INT64_BYTES + BF16_BYTES  # an expert's id and its weight
 
 
-def distinct_experts(tokens: int, num_experts: int, topk: int) -> float:
+def distinct_experts(tokens: float, num_experts: int, topk: int) -> float:
     """Expected number of experts that `tokens` independent, uniform choices of `topk` touch: E(1 - ((E-k)/E)^n).
 
     Real routing of neighbouring tokens overlaps more, so this is the pessimistic count; 4 tokens of the released
@@ -148,19 +149,10 @@ def kept_tokens(context_tokens: int, compress_ratio: int, topk: int) -> int:
     return min(context_tokens, (topk + 1) * compress_ratio - 1)
 
 
-def moe_route(
-    tokens: int,
-    hidden_size: int,
-    num_experts: int,
-    topk: int,
-    shared_size: int,
-    shared_format: str,
-    format_name: str = "bf16",
-) -> int:
-    """Router, gate and up of the shared expert, its gate: rows in; ids, weights, shared hidden rows, gate out."""
-    weights = stored_bytes(format_name, num_experts, hidden_size) + stored_bytes(format_name, 1, hidden_size)
-    shared = 2 * stored_bytes(shared_format, shared_size, hidden_size)
-    return weights + shared + tokens * ((hidden_size + shared_size + 1) * BF16_BYTES + topk * _CHOICE_BYTES)
+def moe_route(tokens: int, num_experts: int, topk: int, shared_size: int) -> int:
+    """Products of router, shared gate and up, shared gate in; ids, weights, shared hidden rows, gate out."""
+    products = num_experts + 2 * shared_size + 1
+    return tokens * ((products + shared_size + 1) * BF16_BYTES + topk * _CHOICE_BYTES)
 
 
 def moe_gate_up(tokens: int, experts: float, topk: int, hidden_size: int, expert_size: int, format_name: str) -> int:
@@ -209,11 +201,15 @@ def ple_mix(sequences: int, rows: int, hidden_size: int, streams: int, conv_kern
     return (weights + sequences * (history + activations)) * BF16_BYTES
 
 
-def mtp_fuse(tokens: int, hidden_size: int, streams: int, format_name: str) -> int:
-    """The drafter's input: embedding rows and residuals in, two matrices and two norms, fused residual out."""
+def mtp_norm(tokens: int, hidden_size: int, streams: int) -> int:
+    """The drafter's two norms: ids, embedding rows and residuals in, both normalised out."""
     width = streams * hidden_size
-    weights = 2 * stored_bytes(format_name, hidden_size, hidden_size) + (hidden_size + width) * BF16_BYTES
-    return weights + tokens * (hidden_size + 2 * width) * BF16_BYTES
+    return (hidden_size + width) * BF16_BYTES + tokens * (INT64_BYTES + 2 * (hidden_size + width) * BF16_BYTES)
+
+
+def mtp_fuse(tokens: int, hidden_size: int, streams: int) -> int:
+    """The drafter's input: projected streams and projected embedding in, their sums out."""
+    return tokens * (2 * streams + 1) * hidden_size * BF16_BYTES
 
 
 def process_logits(rows: int, vocab_size: int) -> int:
@@ -222,8 +218,8 @@ def process_logits(rows: int, vocab_size: int) -> int:
 
 
 def draw_tokens(rows: int, vocab_size: int) -> int:
-    """float32 logits, slots and positions in, one id out."""
-    return rows * (vocab_size * FP32_BYTES + 3 * INT64_BYTES)
+    """bfloat16 logits, slots and positions in, one id out; bias and penalties not counted."""
+    return rows * (vocab_size * BF16_BYTES + 3 * INT64_BYTES)
 
 
 def match_drafts(sequences: int, spec_tokens: int) -> int:
@@ -231,9 +227,14 @@ def match_drafts(sequences: int, spec_tokens: int) -> int:
     return sequences * (spec_tokens + 2 * (spec_tokens + 1) + 1) * INT64_BYTES
 
 
+def count_tokens(sequences: int, tokens: int) -> int:
+    """Slots and ids in; each id's count read and written."""
+    return sequences * (INT64_BYTES + tokens * (INT64_BYTES + 2 * INT32_BYTES))
+
+
 def accept_drafts(sequences: int, spec_tokens: int, vocab_size: int) -> int:
-    """Target logits of every row in; of the drafter one probability a draft and the row where the window ends."""
-    targets = (spec_tokens + 1) * vocab_size * FP32_BYTES
+    """bfloat16 target logits of every row in; of the drafter one float32 a draft and the row that ends the window."""
+    targets = (spec_tokens + 1) * vocab_size * BF16_BYTES
     drafter = (vocab_size + spec_tokens) * FP32_BYTES
     return sequences * (targets + drafter) + match_drafts(sequences, spec_tokens)
 

@@ -19,6 +19,11 @@ def pass_group(name: str) -> str:
     return _classify(name)[1]
 
 
+def weight_component(name: str) -> str:
+    """Which of the components below the weight is, the drafter's under the name of the target's."""
+    return _classify(name)[0]
+
+
 def component_bytes(weights: Mapping[str, HasBytes]) -> dict[str, int]:
     """Stored bytes by component: gdn, qsa, indexer, hc, router, shared_experts, experts, head, embedding, ple, table,
     vectors, and mtp_dense, mtp_experts, mtp_head for the drafter."""

@@ -3,6 +3,9 @@
 A step calls accept (or sample, for a prompt's first token), commit, then draft k times. Nothing here waits for the
 device: what a batch needs is known from host integers, and every tensor has a fixed shape.
 
+A captured graph may rely on the tensors that `prepare` makes for its stages, and on the settings: they are made once
+and stay where they are. Settings change between replays, by copies on the current stream that nobody waits for.
+
 All noise is keyed by (seed, position), position being the index of the token in its whole sequence. In standard mode
 drafts have a stream of their own and acceptance is the rejection rule; in coupled mode drafts are drawn with the
 target's noise and accepted while they equal the target's draw, so that the text is the same for every k.
@@ -16,8 +19,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from stepfloor.kernels.accept_drafts import accept_drafts
-from stepfloor.kernels.draw_tokens import DRAFT, TARGET, draw_tokens
+from stepfloor.kernels.accept_drafts import Proposals, accept_drafts
+from stepfloor.kernels.count_tokens import count_tokens
+from stepfloor.kernels.draw_tokens import DRAFT, TARGET, Stages, draw_tokens
 from stepfloor.kernels.match_drafts import match_drafts
 from stepfloor.kernels.process_logits import Filters, Penalties, process_logits
 from stepfloor.request import SamplingParams
@@ -27,9 +31,17 @@ Stage = Literal["noise", "bias", "penalties", "filters"]
 # Below this temperature a row is greedy, as in vLLM: dividing by less takes fp32 logits to infinity.
 _GREEDY_BELOW = 1e-5
 
+# A slot's settings are one row of 8-byte words, so that one copy writes them: two integers, then floats in pairs.
+_INTEGERS = ("seed", "top_k")
+_FLOATS = ("temperature", "min_p", "top_p", "repetition", "frequency", "presence")
+_WORDS = len(_INTEGERS) + len(_FLOATS) // 2
+
 
 class Sampler:
-    """Draws, judges and counts tokens for all slots of one engine."""
+    """Draws, judges and counts tokens for all slots of one engine.
+
+    proposals  what each slot's drafts were drawn from; None until a random slot drafts or `prepare` is told of one
+    """
 
     def __init__(
         self,
@@ -44,7 +56,7 @@ class Sampler:
 
         The padding slot is number max_num_seqs: greedy, never assigned, its tokens mean nothing.
         forced_accept takes that many drafts of each window whatever the target says, for timing kernels at a chosen
-        acceptance. The text is then not the model's: never a quality run.
+        acceptance: 2 for 3 tokens a step. The text is then not the model's: never a quality run.
         Raises ValueError for an unknown acceptance or a forced_accept above spec_tokens.
         """
         if acceptance not in ("standard", "coupled"):
@@ -60,16 +72,17 @@ class Sampler:
         self._device = torch.device(device)
         self._stages: dict[int, frozenset[Stage]] = {}  # of each assigned slot
 
-        self._temperature = self._per_slot(torch.float32, 0.0)
-        self._seeds = self._per_slot(torch.int64, 0)
-        self._filters = Filters(
-            min_p=self._per_slot(torch.float32, 0.0),
-            top_k=self._per_slot(torch.int64, vocab_size),
-            top_p=self._per_slot(torch.float32, 1.0),
-        )
-        # A row of V for each slot: made when the first request wants it, kept for good (captured graphs hold it).
+        self._settings = torch.zeros((max_num_seqs + 1, _WORDS), dtype=torch.int64, device=self._device)
+        columns = _columns(self._settings)
+        self._temperature, self._seeds = columns["temperature"], columns["seed"]
+        self._filters = Filters(columns["min_p"], columns["top_k"], columns["top_p"])
+        self._factors = (columns["repetition"], columns["frequency"], columns["presence"])
+        for slot in range(max_num_seqs + 1):
+            self._write(slot, SamplingParams(temperature=0.0, seed=0))
+        # A row of V for each slot, and for each draft: made when a request or a graph first wants them, kept for good.
         self._bias: Tensor | None = None
         self._penalties: Penalties | None = None
+        self.proposals: Proposals | None = None
 
     @property
     def stages(self) -> frozenset[Stage]:
@@ -96,65 +109,65 @@ class Sampler:
             raise ValueError(f"the engine chooses a seed before a slot is assigned; slot {slot} got None")
         stages = _stages_of(params, self.vocab_size)
         self._stages[slot] = stages
-        self._temperature[slot] = params.temperature if "noise" in stages else 0.0
-        self._seeds[slot] = _as_int64(params.seed)
-        if "filters" in stages:
-            self._filters.min_p[slot] = params.min_p
-            self._filters.top_k[slot] = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
-            self._filters.top_p[slot] = params.top_p
+        self._write(slot, params)
+        self._make(stages)
         if "bias" in stages:
             self._assign_bias(slot, params)
         if "penalties" in stages:
-            self._assign_penalties(slot, params, prompt_ids, output_ids)
+            self._assign_penalties(slot, prompt_ids, output_ids)
 
     def release(self, slot: int) -> None:
         """Free a slot and turn its settings off. Raises ValueError if it is not assigned."""
         if slot not in self._stages:
             raise ValueError(f"slot {slot} is not assigned; assigned are {sorted(self._stages)}")
         stages = self._stages.pop(slot)
-        self._temperature[slot] = 0.0
-        if "filters" in stages:
-            self._filters.min_p[slot] = 0.0
-            self._filters.top_k[slot] = self.vocab_size
-            self._filters.top_p[slot] = 1.0
+        self._write(slot, SamplingParams(temperature=0.0, seed=0))
         if "bias" in stages and self._bias is not None:
-            self._bias[slot] = 0.0
-        if "penalties" in stages and self._penalties is not None:
-            self._penalties.repetition[slot] = 1.0
-            self._penalties.frequency[slot] = 0.0
-            self._penalties.presence[slot] = 0.0
+            self._bias[slot].zero_()
+
+    def prepare(self, stages: frozenset[Stage]) -> None:
+        """Make what a graph of these stages holds, before it is captured.
+
+        Memory: 4 bytes a slot and token for bias, 5 for penalties, 4 for each of the k drafts with noise in standard
+        mode. What is there already stays as it is, so graphs of other stages stay valid.
+        """
+        self._make(stages)
+        if "noise" in stages and self._judges_by_q and self.proposals is None:
+            shape = (self.max_num_seqs + 1, self.spec_tokens, self.vocab_size)
+            self.proposals = Proposals(
+                torch.zeros(shape, dtype=torch.float32, device=self._device),
+                torch.zeros((*shape[:2], 2), dtype=torch.float32, device=self._device),
+            )
 
     def sample(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
         """Draw one token for each row, as decoding without drafts does.
 
         logits bf16 or fp32 [B, V]; slots, positions int64 [B]. Returns int64 [B], -1 where logits were not finite.
         """
-        return self._draw(self._process(logits, slots, None), slots, positions, TARGET)
+        return self._draw(logits, slots, positions, TARGET)
 
-    def draft(self, logits: Tensor, slots: Tensor, positions: Tensor, earlier: Tensor) -> tuple[Tensor, Tensor | None]:
+    def draft(self, logits: Tensor, slots: Tensor, positions: Tensor, earlier: Tensor) -> Tensor:
         """Draw the next draft of each window, with the settings the target will judge it by.
 
         logits     bf16 or fp32 [B, V], the drafter's
         positions  int64 [B], index in the sequence of the token that is drafted; slots int64 [B]
         earlier    int64 [B, j], the window's drafts so far
-        Returns tokens, int64 [B], and log q, fp32 [B, V], which is None where acceptance does not ask for it (coupled
-        or forced acceptance, or every slot greedy). A token is -1 where logits were not finite: acceptance ends
-        there, but an embedding must not be asked for it.
+        Returns tokens, int64 [B]. Where acceptance will ask for it (standard, not forced, some slot random), what draft
+        j was drawn from is kept by slot. A token is -1 where logits were not finite: acceptance ends there, but an
+        embedding must not be asked for it.
         """
-        processed = self._process(logits, slots, earlier)
-        tokens = self._draw(processed, slots, positions, TARGET if self._coupled else DRAFT)
-        return tokens, torch.log_softmax(processed, dim=-1) if self._needs_log_q else None
+        if not self._keeps_q:
+            return self._draw(logits, slots, positions, TARGET if self._coupled else DRAFT, earlier)
+        self.prepare(self.stages)
+        return self._draw(logits, slots, positions, DRAFT, earlier, self.proposals)
 
-    def accept(
-        self, logits: Tensor, drafts: Tensor, log_q: Tensor | None, slots: Tensor, positions: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def accept(self, logits: Tensor, drafts: Tensor, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Judge each window of drafts.
 
         logits     bf16 or fp32 [B, k + 1, V], the target's; row j decides position positions + j
-        drafts     int64 [B, k], -1 ends the window
-        log_q      fp32 [B, k, V], the stacked results of draft; rows of greedy slots are not looked at. None: every
-                   draft was made while no slot was random, and equality with the target's own draw decides (which
-                   is exact for any draft; the rejection rule accepts more)
+        drafts     int64 [B, k], -1 ends the window. Drafts of random slots are those that draft returned last. If it
+                   was not asked since a slot became random, equality with the target's own draw decides (which is exact
+                   for any draft; the rejection rule accepts more)
         slots      int64 [B]; positions int64 [B], index in the sequence of the first token to decide
         Penalties of row j count drafts 1 to j as if they had been emitted.
         Returns emitted, int64 [B, k + 1], and accepted, int64 [B]: accepted[b] drafts, then one more token, then -1.
@@ -166,87 +179,126 @@ class Sampler:
                 f"accept wants logits [B, k + 1, {self.vocab_size}] and drafts [B, k]; "
                 f"got {tuple(logits.shape)} and {tuple(drafts.shape)}"
             )
-        k = drafts.shape[1]
-        row_slots = slots[:, None].expand(-1, k + 1).flatten()
-        processed = self._process(logits.flatten(0, 1), row_slots, _earlier_drafts(drafts))
-
-        if self._needs_log_q and log_q is not None and k > 0:
+        if self._keeps_q and self.proposals is not None and drafts.shape[1] > 0:
+            rows, stages = self._rows(logits.flatten(0, 1), slots, drafts)
             return accept_drafts(
-                processed.view_as(logits), drafts, log_q, slots, positions, self._temperature, self._seeds
+                rows.view_as(logits),
+                drafts,
+                self.proposals,
+                slots,
+                positions,
+                self._temperature,
+                self._seeds,
+                stages,
             )
-        row_positions = (positions[:, None] + torch.arange(k + 1, device=positions.device)).flatten()
-        drawn = self._draw(processed, row_slots, row_positions, TARGET).view(-1, k + 1)
-        if self._forced_accept is not None:
-            drafts, drawn = _forced(drafts, drawn, self._forced_accept)
-        return match_drafts(drafts, drawn)
+        drawn = self._draw(logits.flatten(0, 1), slots, positions, TARGET, drafts).view(-1, drafts.shape[1] + 1)
+        return match_drafts(drafts, drawn, self._forced_accept)
 
     def commit(self, slots: Tensor, emitted: Tensor) -> None:
         """Count emitted tokens, int64 [B] or [B, n], as output of their slots; -1 is no token."""
-        if self._penalties is None:
-            return
-        emitted = emitted.view(slots.shape[0], -1)
-        cells = slots[:, None] * self.vocab_size + emitted.clamp(min=0)
-        self._penalties.counts.view(-1).scatter_add_(0, cells.flatten(), (emitted >= 0).int().flatten())
+        if self._penalties is not None and "penalties" in self.stages:
+            count_tokens(self._penalties.counts, slots, emitted.view(slots.shape[0], -1))
 
     @property
-    def _needs_log_q(self) -> bool:
-        return not self._coupled and self._forced_accept is None and "noise" in self.stages
+    def _judges_by_q(self) -> bool:
+        return not self._coupled and self._forced_accept is None and self.spec_tokens > 0
 
-    def _process(self, logits: Tensor, slots: Tensor, earlier: Tensor | None) -> Tensor:
-        stages = self.stages
-        return process_logits(
-            logits,
-            slots,
-            self._temperature,
-            bias=self._bias if "bias" in stages else None,
-            penalties=self._penalties if "penalties" in stages else None,
-            filters=self._filters if "filters" in stages else None,
-            earlier=earlier,
-        )
+    @property
+    def _keeps_q(self) -> bool:
+        return self._judges_by_q and "noise" in self.stages
 
-    def _draw(self, processed: Tensor, slots: Tensor, positions: Tensor, stream: int) -> Tensor:
+    def _draw(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        stream: int,
+        earlier: Tensor | None = None,
+        proposals: Proposals | None = None,
+    ) -> Tensor:
+        """Draw from each row; with proposals, keep what it was drawn from as that of the next draft."""
+        rows, stages = self._rows(logits, slots, earlier)
         seeds = self._seeds if "noise" in self.stages else None
-        return draw_tokens(processed, slots, positions, self._temperature, seeds, stream)
+        column = 0 if earlier is None or proposals is None else earlier.shape[1]
+        return draw_tokens(rows, slots, positions, self._temperature, seeds, stream, stages, proposals, column)
 
-    def _per_slot(self, dtype: torch.dtype, value: float) -> Tensor:
-        return torch.full((self.max_num_seqs + 1,), value, dtype=dtype, device=self._device)
+    def _rows(self, logits: Tensor, slots: Tensor, earlier: Tensor | None) -> tuple[Tensor, Stages | None]:
+        """Rows, and what they still need: raw ones and their stages, or, where filters apply, processed ones."""
+        stages = self.stages
+        bias = self._bias if "bias" in stages else None
+        penalties = self._penalties if "penalties" in stages else None
+        if "filters" not in stages:
+            return logits, Stages(bias, penalties, earlier)
+        return process_logits(logits, slots, self._temperature, bias, penalties, self._filters, earlier), None
 
-    def _per_slot_and_token(self, dtype: torch.dtype) -> Tensor:
-        return torch.zeros((self.max_num_seqs + 1, self.vocab_size), dtype=dtype, device=self._device)
+    def _make(self, stages: frozenset[Stage]) -> None:
+        """Tables of slots and tokens that the stages need."""
+        shape = (self.max_num_seqs + 1, self.vocab_size)
+        if "bias" in stages and self._bias is None:
+            self._bias = torch.zeros(shape, dtype=torch.float32, device=self._device)
+        if "penalties" in stages and self._penalties is None:
+            counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
+            in_prompt = torch.zeros(shape, dtype=torch.bool, device=self._device)
+            self._penalties = Penalties(*self._factors, counts, in_prompt)
+
+    def _write(self, slot: int, params: SamplingParams) -> None:
+        """Copy a slot's settings to its row: one copy, queued behind the steps that still read the old ones."""
+        row = torch.zeros((1, _WORDS), dtype=torch.int64)
+        random = params.temperature >= _GREEDY_BELOW
+        values = {
+            "seed": _as_int64(params.seed or 0),
+            "top_k": params.top_k if random and 0 < params.top_k < self.vocab_size else self.vocab_size,
+            "temperature": params.temperature if random else 0.0,
+            "min_p": params.min_p if random else 0.0,
+            "top_p": params.top_p if random else 1.0,
+            "repetition": params.repetition_penalty,
+            "frequency": params.frequency_penalty,
+            "presence": params.presence_penalty,
+        }
+        for name, column in _columns(row).items():
+            column[0] = values[name]
+        self._settings[slot].copy_(self._sent(row[0]), non_blocking=True)
+
+    def _sent(self, values: Tensor) -> Tensor:
+        """The values where a copy to the device need not wait for it.
+
+        Pinned memory of torch's own allocator: it is not handed out again before the copies from it have run.
+        """
+        return values.pin_memory() if self._device.type == "cuda" else values
+
+    def _on_device(self, values: Tensor) -> Tensor:
+        return self._sent(values).to(self._device, non_blocking=True)
 
     def _ids(self, ids: Sequence[int]) -> Tensor:
-        tensor = torch.tensor(ids, dtype=torch.int64)
-        if self._device.type == "cuda":
-            tensor = tensor.pin_memory()  # a copy from pageable memory would wait for the device
-        return tensor.to(self._device, non_blocking=True)
+        return self._on_device(torch.tensor(ids, dtype=torch.int64))
 
     def _assign_bias(self, slot: int, params: SamplingParams) -> None:
+        """The row is zero: release leaves it so."""
         if self._bias is None:
-            self._bias = self._per_slot_and_token(torch.float32)
-        row = self._bias[slot]
+            raise RuntimeError("a slot with bias, and no table of it")
+        added: dict[int, float] = {}
         for token, value in params.logit_bias:
-            row[token] += value
-        if params.forbidden_ids:
-            row.index_fill_(0, self._ids(params.forbidden_ids), float("-inf"))
+            added[token] = added.get(token, 0.0) + value
+        added.update(dict.fromkeys(params.forbidden_ids, float("-inf")))
+        values = torch.tensor(list(added.values()), dtype=torch.float32)
+        self._bias[slot].scatter_(0, self._ids(list(added)), self._on_device(values))
 
-    def _assign_penalties(
-        self, slot: int, params: SamplingParams, prompt_ids: Sequence[int], output_ids: Sequence[int]
-    ) -> None:
+    def _assign_penalties(self, slot: int, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> None:
         if self._penalties is None:
-            self._penalties = Penalties(
-                repetition=self._per_slot(torch.float32, 1.0),
-                frequency=self._per_slot(torch.float32, 0.0),
-                presence=self._per_slot(torch.float32, 0.0),
-                counts=self._per_slot_and_token(torch.int32),
-                in_prompt=self._per_slot_and_token(torch.bool),
-            )
+            raise RuntimeError("a slot with penalties, and no table of them")
         table = self._penalties
-        table.repetition[slot] = params.repetition_penalty
-        table.frequency[slot] = params.frequency_penalty
-        table.presence[slot] = params.presence_penalty
         table.in_prompt[slot].zero_().index_fill_(0, self._ids(prompt_ids), True)
-        output = self._ids(output_ids)
-        table.counts[slot].zero_().scatter_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+        table.counts[slot].zero_()
+        if output_ids:
+            slots = self._ids([slot])
+            count_tokens(table.counts, slots, self._ids(output_ids)[None])
+
+
+def _columns(table: Tensor) -> dict[str, Tensor]:
+    """The settings by name, each one number a row of the table [slots, _WORDS]."""
+    floats = table.view(torch.float32)
+    columns = {name: table[:, i] for i, name in enumerate(_INTEGERS)}
+    return columns | {name: floats[:, 2 * len(_INTEGERS) + i] for i, name in enumerate(_FLOATS)}
 
 
 def _stages_of(params: SamplingParams, vocab_size: int) -> frozenset[Stage]:
@@ -265,18 +317,3 @@ def _stages_of(params: SamplingParams, vocab_size: int) -> frozenset[Stage]:
 def _as_int64(seed: int) -> int:
     """The low 64 bits of any integer, in the signed form a tensor can hold."""
     return (seed + 2**63) % 2**64 - 2**63
-
-
-def _earlier_drafts(drafts: Tensor) -> Tensor:
-    """For row j of each window the drafts before it, -1 elsewhere; [B * (k + 1), k]."""
-    b, k = drafts.shape
-    before = torch.ones(k + 1, k, dtype=torch.bool, device=drafts.device).tril(-1)  # [row, draft]
-    return torch.where(before, drafts[:, None], -1).view(b * (k + 1), k)
-
-
-def _forced(drafts: Tensor, drawn: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Drafts and draws that match in exactly the first count columns, where there are drafts."""
-    columns = torch.arange(drawn.shape[1], device=drawn.device)
-    proposed = torch.nn.functional.pad(drafts, (0, 1), value=-1)
-    drawn = torch.where((columns < count) & (proposed >= 0), proposed, drawn)
-    return torch.where(columns[:-1] < count, drafts, -1), drawn

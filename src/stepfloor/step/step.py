@@ -113,7 +113,6 @@ class Step:
     """Device state of all slots, and the one function that advances it.
 
     state  what begin_rows reads of each slot and commit_rows leaves there
-    log_q  [slots, k, V] the distribution of the drafts, if acceptance needs it
     """
 
     def __init__(self, model: Model, sampler: Sampler, config: EngineConfig) -> None:
@@ -137,7 +136,6 @@ class Step:
             rejected=integers(slots),
             history=integers(slots, model.config.ngram_size - 1),
         )
-        self.log_q: Tensor | None = None
         self._masks: Mapping[int, Tensor] = NO_MASKS
         self._wanted: dict[int, int] = {}
         self._logprobs: list[Report] = []
@@ -218,6 +216,7 @@ class Step:
 
     @torch.inference_mode()
     def _capture(self, size: int) -> DecodeGraph:
+        self.sampler.prepare(self.sampler.stages)
         slots = torch.full((size,), self.sampler.padding_slot, dtype=torch.int64, device=self.device)
         # eagerly first, on the padding slot: kernels are loaded and libraries make their workspaces
         self._decode(slots)
@@ -273,12 +272,13 @@ class Step:
         """
         model, state = self.model, self.state
         tokens, first, pending, rejected, history = begin_rows(state, slots)
-        rows = Rows(tokens, slots, first, pending, rejected, history, chunk=False)
+        # a plain kernel, which starts when all before it has ended: what follows may read slots and pending at once
+        drafts = state.drafts[slots]
+        rows = Rows(tokens, slots, first, pending, rejected, history, chunk=False, settled=True)
         residual, hidden = model.target(rows, self.cache)
         logits = model.logits(hidden).unflatten(0, tokens.shape)
-        log_q = None if self.log_q is None else self.log_q[slots]
         masked = self._masked(logits, numbers)
-        emitted, accepted = self.sampler.accept(masked, state.drafts[slots], log_q, slots, first + 1)
+        emitted, accepted = self.sampler.accept(masked, drafts, slots, first + 1)
         self._note_logprobs(logits, emitted, numbers)
         self.sampler.commit(slots, emitted)
         following, last, report = commit_rows(
@@ -318,11 +318,7 @@ class Step:
                 rows = Rows(previous, slots, length + (j - 1), nothing, nothing, previous[:, :0], chunk=False)
                 residual, hidden = model.draft(drafter, residual, previous, rows, self.cache)
             logits = model.logits(hidden, drafter.head)
-            drafts[:, j], log_q = self.sampler.draft(logits, slots, length + (1 + j), drafts[:, :j])
-            if log_q is not None:
-                if self.log_q is None:
-                    self.log_q = log_q.new_zeros((self.state.token.shape[0], self.k, log_q.shape[1]))
-                self.log_q[slots, j] = log_q
+            drafts[:, j] = self.sampler.draft(logits, slots, length + (1 + j), drafts[:, :j])
         self.state.drafts[slots] = drafts
 
     def _to_host(self, slots: tuple[int, ...], values: Tensor) -> Report:

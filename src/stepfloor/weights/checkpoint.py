@@ -35,6 +35,8 @@ from stepfloor.weights.layouts import scale_fault, shard_faults, stored_format
 from stepfloor.weights.metadata import Module, Precision, cross_check, read_metadata, table_format
 
 INDEX = "model.safetensors.index.json"
+# the JSON files a census reads
+DOCUMENTS = ("config.json", "hf_quant_config.json", "generation_config.json", "tokenizer_config.json", INDEX)
 _TABLE_FORMATS = {"BF16": "bf16", "F32": "fp32", "F8_E4M3": "fp8_tensor", "U8": "nvfp4"}
 # what all shards share, by format: suffix and dtypes
 _TABLE_SCALES = {"fp8_tensor": ("weight_scale", ("BF16", "F32")), "nvfp4": ("weight_scale_2", ("F32",))}
@@ -132,13 +134,32 @@ def open_checkpoint(directory: str | Path, *, hf_overrides: Mapping[str, Any] | 
     directory = Path(directory)
     if not directory.is_dir():
         raise UserError(f"wanted a checkpoint directory; {directory} is none; pass a directory or a Hugging Face id")
-    config = ModelConfig.load(directory, hf_overrides)
-    raw = _json(directory / "config.json")
-    section = read_metadata(raw, _optional_json(directory / "hf_quant_config.json"))
+    ModelConfig.load(directory, hf_overrides)  # its sentences for an absent or broken config.json
+    documents = {name: _json(directory / name) for name in DOCUMENTS if (directory / name).exists()}
     headers = [read_header(path) for path in sorted(directory.glob("*.safetensors"))]
     if not headers:
         raise UserError(f"wanted *.safetensors files; {directory} has none; fetch the checkpoint again")
-    census = _Census(config, headers, _index(directory))
+    return take_census(directory, documents, headers, hf_overrides=hf_overrides)
+
+
+def take_census(
+    directory: Path,
+    documents: Mapping[str, Mapping[str, Any]],
+    headers: list[Header],
+    *,
+    hf_overrides: Mapping[str, Any] | None = None,
+    has_bytes: bool = True,
+) -> Checkpoint:
+    """The same for headers that came from anywhere.
+
+    directory  or the name it is known by, for messages
+    documents  parsed JSON files by name, those of DOCUMENTS that there are; config.json must be one
+    has_bytes  False where tensors cannot be read (a layout, a hub's headers): their values are then not checked
+    """
+    raw = documents["config.json"]
+    config = ModelConfig.from_dict(raw, source=str(directory / "config.json"), hf_overrides=hf_overrides)
+    section = read_metadata(raw, documents.get("hf_quant_config.json", {}))
+    census = _Census(config, headers, _index(directory, documents), has_bytes)
     weights = census.take()
     faults = census.faults
     table = census.table
@@ -154,7 +175,7 @@ def open_checkpoint(directory: str | Path, *, hf_overrides: Mapping[str, Any] | 
     table_claim = str(table_dtype) if table_dtype is not None else None
     precisions, notes = cross_check(section, modules, table_claim, table.name, skipped)
     findings = [*census.findings, *(Finding("metadata", note) for note in _collapse(notes))]
-    generation = _optional_json(directory / "generation_config.json")
+    generation = dict(documents.get("generation_config.json", {}))
     return Checkpoint(
         directory=directory,
         config=config if census.drafter else replace(config, mtp_num_hidden_layers=0),
@@ -164,7 +185,7 @@ def open_checkpoint(directory: str | Path, *, hf_overrides: Mapping[str, Any] | 
         precisions=precisions,
         has_drafter=census.drafter,
         generation_config=generation,
-        stop_token_ids=_stop_token_ids(generation, raw, _optional_json(directory / "tokenizer_config.json")),
+        stop_token_ids=_stop_token_ids(generation, raw, documents.get("tokenizer_config.json", {})),
         vision_bytes=census.vision_bytes,
         ignored_bytes=census.ignored_bytes,
     )
@@ -173,8 +194,11 @@ def open_checkpoint(directory: str | Path, *, hf_overrides: Mapping[str, Any] | 
 class _Census:
     """One pass over the headers of one checkpoint; faults and findings gather as it goes."""
 
-    def __init__(self, config: ModelConfig, headers: list[Header], index: dict[str, Any] | None) -> None:
+    def __init__(
+        self, config: ModelConfig, headers: list[Header], index: Mapping[str, Any] | None, has_bytes: bool
+    ) -> None:
         self.config = config
+        self.has_bytes = has_bytes
         self.headers = headers
         self.index = index
         self.faults: list[str] = [fault for header in headers for fault in header.faults]
@@ -203,7 +227,7 @@ class _Census:
             self.faults.append(
                 f"{name} ({file}) is no tensor of this model; remove it, or check that config.json fits these files"
             )
-        if not self.faults:
+        if not self.faults and self.has_bytes:
             self._compare_hash(weights)
             self._question_scales(weights)
         return weights
@@ -475,14 +499,15 @@ def _wrong_override(announced: str, table: Table) -> list[str]:
     ]
 
 
-def _index(directory: Path) -> dict[str, Any] | None:
-    path = directory / INDEX
-    if not path.exists():
+def _index(directory: Path, documents: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    index = documents.get(INDEX)
+    if index is None:
         return None
-    index = _json(path)
     names = index.get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
-        raise UserError(f"{path}: wanted a weight_map of names to files; found {sorted(index)}; fetch it again")
+        raise UserError(
+            f"{directory / INDEX}: wanted a weight_map of names to files; found {sorted(index)}; fetch it again"
+        )
     return index
 
 
@@ -494,10 +519,6 @@ def _json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{path}: wanted a JSON object; found {type(value).__name__}; fetch it again")
     return value
-
-
-def _optional_json(path: Path) -> dict[str, Any]:
-    return _json(path) if path.exists() else {}
 
 
 def _stop_token_ids(

@@ -61,13 +61,27 @@ def read_header(path: Path) -> Header:
         size = path.stat().st_size
         with path.open("rb") as file:
             head = file.read(len(_LFS))
-            length = int.from_bytes(head[:8], "little")
-            if fault := _start_fault(path.name, head, length, size):
-                return Header(path, {}, (fault,), readable=False)
-            file.seek(8)
-            text = file.read(length)
+            if start_fault(path.name, head, size):
+                return parse_header(path, head, size)
+            return parse_header(path, head + file.read(max(8 + header_length(head) - len(head), 0)), size)
     except OSError as error:
         return Header(path, {}, (f"{path.name} cannot be read ({error.strerror}); fetch it again",), readable=False)
+
+
+def header_length(head: bytes) -> int:
+    """Bytes of the JSON header, by the first eight of the file."""
+    return int.from_bytes(head[:8], "little")
+
+
+def parse_header(path: Path, start: bytes, size: int) -> Header:
+    """The same for a file of which only the first bytes are here: 8, the header, and perhaps more.
+
+    path  or the name the file is known by; size  of the whole file in bytes
+    """
+    if fault := start_fault(path.name, start, size):
+        return Header(path, {}, (fault,), readable=False)
+    length = header_length(start)
+    text = start[8 : 8 + length]
     try:
         listed = json.loads(text)
     except (ValueError, RecursionError):
@@ -89,7 +103,9 @@ def read_header(path: Path) -> Header:
     return Header(path, entries, tuple(faults))
 
 
-def _start_fault(name: str, head: bytes, length: int, size: int) -> str | None:
+def start_fault(name: str, head: bytes, size: int) -> str | None:
+    """What the first bytes of a file say is wrong with it, before its header is read; None if nothing."""
+    length = header_length(head)
     if head.startswith(_LFS):
         return f"{name}: wanted tensors; found a Git LFS pointer of {size} bytes; run `git lfs pull` or fetch it again"
     if len(head) < 8:

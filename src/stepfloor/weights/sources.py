@@ -24,11 +24,13 @@ class Hub:
     cache     directory that holds models--owner--name
     offline   never touch the network (HF_HUB_OFFLINE)
     token     for gated repositories; None for the one huggingface_hub has stored
+    endpoint  of a mirror; None for the hub itself
     """
 
     cache: Path
     offline: bool = False
     token: str | None = None
+    endpoint: str | None = None
 
 
 def hub_cache(hf_home: str | None, hf_hub_cache: str | None, xdg_cache_home: str | None = None) -> Path:
@@ -47,15 +49,10 @@ def resolve_source(source: str | Path, hub: Hub, *, revision: str | None = None,
     download  fetch the id even where the cache has the same model of another owner
     Raises UserError where nothing is found, naming what is there.
     """
-    path = Path(source).expanduser()
-    if path.is_dir():
-        return path
+    if (local := find_local(source, hub, revision=revision)) is not None:
+        return local
     name = str(source)
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith((".", "~")) or path.exists():
-        raise UserError(f"wanted a checkpoint directory or a hub id (owner/name); {name} is neither")
     found = _cached(name, hub.cache, revision)
-    if found is not None and not _absent(found):
-        return found
     if found is None and not download and (others := _same_model(name, hub.cache)):
         raise UserError(
             f"{name} is not in {hub.cache}, but {' and '.join(others)} is; pass that id, or add --download to fetch "
@@ -72,6 +69,21 @@ def resolve_source(source: str | Path, hub: Hub, *, revision: str | None = None,
             f"{name} is not in {hub.cache} and HF_HUB_OFFLINE forbids fetching it; unset it, or pass a path"
         )
     return _download(name, hub, revision)
+
+
+def find_local(source: str | Path, hub: Hub, *, revision: str | None = None) -> Path | None:
+    """The directory, or the complete snapshot in the cache; None for a hub id that the cache lacks or has in part.
+
+    Raises UserError for what is neither a directory nor a hub id.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return path
+    name = str(source)
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith((".", "~")) or path.exists():
+        raise UserError(f"wanted a checkpoint directory or a hub id (owner/name); {name} is neither")
+    found = _cached(name, hub.cache, revision)
+    return found if found is not None and not _absent(found) else None
 
 
 def _cached(name: str, cache: Path, revision: str | None) -> Path | None:

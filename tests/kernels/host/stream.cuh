@@ -25,6 +25,9 @@ typedef unsigned long long u64;
 struct alignas(16) Words {
   u32 x, y, z, w;
 };
+struct Pair {
+  u32 x, y;
+};
 struct Index {
   int x;
 };
@@ -149,6 +152,16 @@ template <class T> T load_scalar(const void* from) {
   check_global(from, sizeof(T), sizeof(T));
   return *(const T*)from;
 }
+inline Pair load_shared_pair(u32 address) {
+  check_shared(address, 8);
+  return *(Pair*)(block_shared + address);
+}
+inline u32 load_shared_byte(u32 address) {
+  check_shared(address, 1);
+  return block_shared[address];
+}
+inline u32 load_global_word(const void* from) { return load_scalar<u32>(from); }
+inline u32 load_global_byte(const void* from) { return load_scalar<u8>(from); }
 inline u64 load_global_u64(const void* from) { return load_scalar<u64>(from); }
 inline u16 load_half(const void* from) { return load_scalar<u16>(from); }
 inline float load_global_float(const void* from) { return load_scalar<float>(from); }
@@ -204,6 +217,10 @@ inline u16 to_bf16(float value) {
   memcpy(&bits, &value, 4);
   return value != value ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
+inline void store_global(void* to, const Words& v) {
+  if ((uintptr_t)to % 16) fault("global address not aligned");
+  *(Words*)to = v;
+}
 inline void store_shared(u32 address, const Words& v) {
   check_shared(address, 16);
   *(Words*)(block_shared + address) = v;
@@ -213,6 +230,7 @@ inline float upper(u32 pair) { return bf16_of(pair, 1); }
 inline u32 to_pair(float low, float high) { return to_bf16(low) | (u32)to_bf16(high) << 16; }
 inline u32 multiply_pair(u32 a, u32 b) { return to_pair(lower(a) * lower(b), upper(a) * upper(b)); }
 inline u32 add_pair(u32 a, u32 b) { return to_pair(lower(a) + lower(b), upper(a) + upper(b)); }
+inline float multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
 inline float inverse_root(float x) { return 1.f / std::sqrt(x); }
 inline float sigmoid(float x) { return 1.f / (1.f + std::exp(-x)); }
 inline float from_lane(float value, int lane) {
@@ -236,6 +254,10 @@ inline u32 spread_byte(u32 word, int index) { return (word >> 8 * index & 0xff) 
 inline float load_peer(u32 address, u32 rank) {
   check_shared(address, 4);
   return *(float*)((*cluster)[rank]->shared() + address);
+}
+inline void load_peer_four(float (&v)[4], u32 address, u32 rank) {
+  check_shared(address, 16);
+  memcpy(v, (*cluster)[rank]->shared() + address, 16);
 }
 inline void store_peer(u32 address, u32 rank, float value) {
   check_shared(address, 4);

@@ -13,6 +13,9 @@ typedef unsigned long long u64;
 struct alignas(16) Words {
   u32 x, y, z, w;
 };
+struct Pair {
+  u32 x, y;
+};
 
 DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
@@ -107,6 +110,30 @@ DEVICE u32 load_shared_word(u32 address) {
   return v;
 }
 
+DEVICE Pair load_shared_pair(u32 address) {
+  Pair v;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
+  return v;
+}
+
+DEVICE u32 load_shared_byte(u32 address) {
+  u32 v;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address));
+  return v;
+}
+
+DEVICE u32 load_global_word(const void* pointer) {
+  u32 v;
+  asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(pointer));
+  return v;
+}
+
+DEVICE u32 load_global_byte(const void* pointer) {
+  u32 v;
+  asm volatile("ld.global.cg.u8 %0, [%1];" : "=r"(v) : "l"(pointer));
+  return v;
+}
+
 DEVICE u64 load_global_u64(const void* pointer) {
   u64 v;
   asm volatile("ld.global.cg.u64 %0, [%1];" : "=l"(v) : "l"(pointer));
@@ -121,6 +148,10 @@ DEVICE u16 load_half(const void* pointer) {
 
 DEVICE void store_shared(u32 address, const Words& v) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+DEVICE void store_global(void* pointer, const Words& v) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
 DEVICE float load_global_float(const void* pointer) {
@@ -170,6 +201,8 @@ DEVICE u32 add_pair(u32 a, u32 b) {
   asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
   return v;
 }
+// One rounding, wherever the compiler puts it.
+DEVICE float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 DEVICE float lower(u32 pair) { return __uint_as_float(pair << 16); }
 DEVICE float upper(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
 DEVICE u32 to_pair(float low, float high) {
@@ -215,6 +248,15 @@ DEVICE float load_peer(u32 address, u32 rank) {
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
   asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(remote) : "memory");
   return value;
+}
+
+DEVICE void load_peer_four(float (&v)[4], u32 address, u32 rank) {
+  u32 remote;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+               : "r"(remote)
+               : "memory");
 }
 
 // Where load_peer would read. The other block must have started, and must not end before a cluster_sync.

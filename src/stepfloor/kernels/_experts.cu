@@ -1,0 +1,43 @@
+// bf16 matrices of the routed experts from their tiles, for products of many rows: code * block scale / SCALE_REST, exact.
+// Source: _experts.py, which writes the tiles; include/experts.cuh for the format. A warp decodes one step at a time.
+
+#include "stream.cuh"
+#include "experts.cuh"
+
+// N, K, STEPS, SLICES  of the tiles
+// PAIRED               whether a tile is 8 rows of the upper half of N and the 8 of the lower half that belong to them
+
+constexpr int THREADS = 256;
+constexpr int PIECE_BYTES = STEPS * 576;
+static_assert(SLICES * STEPS * 64 >= K && K % 16 == 0 && N % 16 == 0, "plan");
+
+struct Arguments {
+  const u8* tape;  // of the first expert
+  u16* out;        // [expert][N][K]
+  int experts;
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS) decode_experts_kernel(const __grid_constant__ Arguments a) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warps = gridDim.x * (THREADS / 32);
+  launch_dependents();
+  wait_for_predecessor();  // it may still read what is written here
+  const int units = a.experts * (N / 16) * SLICES * STEPS;
+  for (int unit = blockIdx.x * (THREADS / 32) + threadIdx.x / 32; unit < units; unit += warps) {
+    const int step = unit % STEPS, slice = unit / STEPS % SLICES, tile = unit / (STEPS * SLICES) % (N / 16);
+    const u8* piece = a.tape + (u64)(unit / STEPS) * PIECE_BYTES;
+    const Words codes = load_global(piece + step * 512 + lane * 16);
+    const u32 scales = load_global_word(piece + STEPS * 512 + step * 64 + lane / 2 * 4);
+    u16* matrix = a.out + (u64)(unit / (STEPS * SLICES * (N / 16))) * N * K;
+    const int column = (slice * STEPS + step) * 64 + t * 8;
+    const int top = PAIRED ? tile * 8 + g : tile * 16 + g, bottom = top + (PAIRED ? N / 2 : 8);
+    auto put = [&](u32 eight, int scale, int row, int at) {
+      u32 pairs[4];
+      decode_eight(eight, decode_scale(scales, scale), pairs);
+      if (at < K) store_global(matrix + (u64)row * K + at, Words{pairs[0], pairs[1], pairs[2], pairs[3]});
+    };
+    put(codes.x, 0, top, column);
+    put(codes.y, 1, top, column + 32);
+    put(codes.z, 2, bottom, column);
+    put(codes.w, 3, bottom, column + 32);
+  }
+}

@@ -1,0 +1,88 @@
+// Weights of every streamed format, from their bytes to the bf16 pairs that a matrix step takes.
+// Source: E4M3 and E8M0 of the OCP formats, NVFP4; _stream.py writes the bytes read here, experts.cuh decodes FP4.
+//
+// A lane (g, t) owns columns 8t .. 8t + 7 of each 32-column step of weight row g, in every format. A unit is what is
+// stored together: one step, or two in NVFP4: the codes of all its rows, then the rows' scales, padded to 16 bytes.
+//
+// E4M3 becomes bf16 by moving bits: the sign to the sign, the others to the lowest exponent bits and the highest mantissa
+// bits, which is code * 2^-120; multiplying by a power of two is exact. So every product with x is the one that the
+// decoded float32 weight gives, but for scales that are not powers of two: those multiply float32 sums, except NVFP4's,
+// whose product with a code has at most 6 significant bits.
+#pragma once
+
+#include "experts.cuh"
+
+// FORMAT  one of these numbers
+constexpr int BF16 = 0;
+constexpr int FP8 = 1;        // a float32 scale for each row
+constexpr int FP8_BLOCK = 2;  // a float32 scale for 128 rows and 128 columns
+constexpr int MXFP8 = 3;      // a power of two for each step of a row
+constexpr int NVFP4 = 4;      // an E4M3 scale for 16 columns of a row, and a float32 scale
+
+constexpr int UNIT_STEPS = FORMAT == NVFP4 ? 2 : 1;
+constexpr int CODE_BYTES = FORMAT == BF16 ? 64 : 32;  // of a weight row in a unit
+constexpr int SCALE_BYTES = FORMAT == MXFP8 ? 1 : FORMAT == NVFP4 ? 4 : 0;
+constexpr bool ROW_SCALES = FORMAT == FP8 || FORMAT == NVFP4;
+constexpr bool BLOCK_SCALES = FORMAT == FP8_BLOCK;
+
+DEVICE constexpr int unit_bytes(int rows) { return rows * CODE_BYTES + (rows * SCALE_BYTES + 15) / 16 * 16; }
+
+// What a lane reads of one weight row in a unit.
+struct Codes {
+  Words words;  // bf16 uses all four, the others two
+  u32 scale;
+};
+
+// unit: shared address; rows: weight rows of the unit; row: this lane's
+DEVICE Codes load_codes(u32 unit, int rows, int row, int t) {
+  Codes c;
+  if constexpr (FORMAT == BF16) {
+    c.words = load_shared(unit + row * 64 + t * 16);
+  } else {
+    const Pair pair = load_shared_pair(unit + row * 32 + t * 8);
+    c.words.x = pair.x;
+    c.words.y = pair.y;
+    if constexpr (FORMAT == MXFP8) c.scale = load_shared_byte(unit + rows * 32 + row);
+    if constexpr (FORMAT == NVFP4) c.scale = load_shared_word(unit + rows * 32 + row * 4);
+  }
+  return c;
+}
+
+// The same from global memory.
+DEVICE Codes load_codes(const u8* unit, int rows, int row, int t) {
+  Codes c;
+  if constexpr (FORMAT == BF16) {
+    c.words = load_global(unit + row * 64 + t * 16);
+  } else {
+    const u64 pair = load_global_u64(unit + row * 32 + t * 8);
+    c.words.x = (u32)pair;
+    c.words.y = (u32)(pair >> 32);
+    if constexpr (FORMAT == MXFP8) c.scale = load_global_byte(unit + rows * 32 + row);
+    if constexpr (FORMAT == NVFP4) c.scale = load_global_word(unit + rows * 32 + row * 4);
+  }
+  return c;
+}
+
+// Four E4M3 codes of a word times a power of two. Columns 0 and 1 lie where they belong; 2 and 3 in the bits between, which
+// hold no second field of eight, so those come in two moves.
+DEVICE void decode_four(u32 codes, u32 power, u32& first, u32& second) {
+  first = multiply_pair(codes & 0x87f087f0u, power);
+  second = multiply_pair(((codes << 4) & 0x80f080f0u) | ((codes >> 4) & 0x07000700u), power);
+}
+
+// The 8 columns of this lane in a step of the unit, as bf16 pairs.
+DEVICE Words decode(const Codes& c, int step, int t) {
+  if constexpr (FORMAT == BF16) {
+    return c.words;
+  } else if constexpr (FORMAT == NVFP4) {
+    u32 pairs[4];
+    decode_eight(step == 0 ? c.words.x : c.words.y, decode_scale(c.scale, step * 2 + t / 2), pairs);
+    return Words{pairs[0], pairs[1], pairs[2], pairs[3]};
+  } else {
+    Words v;
+    const u32 power = FORMAT == MXFP8 ? c.scale * 0x00800080u : 0x7b807b80u;  // 2^120; a stored power has it already
+    decode_four(c.words.x, power, v.x, v.y);
+    decode_four(c.words.y, power, v.z, v.w);
+    return v;
+  }
+}
