@@ -89,3 +89,26 @@ def test_a_port_that_is_taken_is_found_before_loading() -> None:
 def test_other_commands_do_not_import_the_server() -> None:
     code = "import sys, stepfloor.cli; assert not {'fastapi', 'uvicorn', 'pydantic', 'torch'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={"PYTHONPATH": "src"}, check=True)
+
+
+@pytest.mark.slow
+def test_two_hundred_clients_that_leave(tmp_path: Path) -> None:
+    """C-API-12 over the network: one slot, long requests whose client goes; the next one is served at once."""
+    with serving(tmp_path / "log", "--max-num-seqs", "1", "--max-model-len", "4096") as live:
+        short = {**BODY, "max_tokens": 2}
+        url = f"{live.url}/v1/completions"
+        expected = httpx2.post(url, json=short, timeout=60).json()["choices"][0]["text"]
+        for round_number in range(200):
+            with httpx2.Client(timeout=60) as http:
+                body = {**BODY, "max_tokens": 50_000, "stream": True}
+                if round_number % 2:
+                    with http.stream("POST", url, json=body) as response:
+                        next(response.iter_lines())
+                else:
+                    with pytest.raises(httpx2.ReadTimeout):
+                        http.post(url, json={**body, "stream": False}, timeout=0.2)
+            assert httpx2.post(url, json=short, timeout=30).json()["choices"][0]["text"] == expected
+        live.until_idle(20)
+        assert live.metric("stepfloor:requests_cancelled_total") == 200
+        # an answer that ends by itself is no cancellation
+        assert sum("cancelled by client" in line for line in live.lines()) == 200
