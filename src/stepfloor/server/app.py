@@ -149,13 +149,15 @@ def _add_plain_routes(app: FastAPI) -> None:
     @app.post("/start_profile")
     async def start_profile() -> dict[str, str]:
         """Record the engine's operators from the next step on."""
-        await service.client.profile(True, _profile_dir(options))
+        directory = _profile_dir(options)
+        await service.client.profile(True, directory)
         return {"status": "recording"}
 
     @app.post("/stop_profile")
     async def stop_profile() -> dict[str, str]:
         """End the recording; answers with the file it was written to."""
-        answer = await service.client.profile(False, _profile_dir(options))
+        directory = _profile_dir(options)
+        answer = await service.client.profile(False, directory)
         return {"status": "written", "path": answer["path"]}
 
 

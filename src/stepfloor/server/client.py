@@ -51,10 +51,11 @@ class Mailbox:
 class EngineClient:
     """Starts the engine's process, and is the one that talks to it."""
 
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(self, spec: EngineSpec, entry: Callable[[socket.socket, EngineSpec], None] | None = None) -> None:
+        """Start the process; entry is what runs there, the engine where None."""
         here, there = socket.socketpair()
         process = multiprocessing.get_context("spawn").Process(
-            target=_run_engine, args=(there, spec), name="stepfloor-engine", daemon=True
+            target=entry or _run_engine, args=(there, spec), name="stepfloor-engine", daemon=True
         )
         process.start()
         there.close()

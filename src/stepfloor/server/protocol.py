@@ -43,8 +43,9 @@ class Body(BaseModel):
     @model_validator(mode="after")
     def _refuse_unsupported(self) -> "Body":
         for name, reason in UNSUPPORTED.items():
-            # null, false and the value that changes nothing ask for nothing
-            if (self.__pydantic_extra__ or {}).get(name) not in (None, False, [], "", 0, 1):
+            value = (self.__pydantic_extra__ or {}).get(name)
+            # null, false, nothing, and one candidate of one ask for nothing
+            if value and not (name == "best_of" and value == 1):
                 raise UserError(f"{name} is not supported: {reason}; leave it out")
         return self
 

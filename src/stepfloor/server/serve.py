@@ -59,12 +59,18 @@ class ServeOptions:
     formats: Mapping[str, str] = field(default_factory=dict)
 
 
-class _Drain(uvicorn.Server):
-    """uvicorn, that tells the service when it begins to drain."""
+class _Server(uvicorn.Server):
+    """uvicorn, that says when it listens and tells the service when it begins to drain."""
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, ready: str) -> None:
         super().__init__(config)
         self.service = service
+        self.ready = ready
+
+    @override
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        log.info("%s", self.ready)
 
     @override
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -137,13 +143,11 @@ async def _serve(options: ServeOptions, tokenizer: Tokenizer, listening: socket.
             timeout_graceful_shutdown=listen.shutdown_s,
             server_header=False,
         )
-        server = _Drain(config, service)
         where = listen.uds or "{}:{}".format(*listening.getsockname()[:2])
         scheme = "https" if listen.ssl_certfile else "http"
-        seconds = time.monotonic() - begin
-        log.info(
-            "ready after %.1f s, pid %d, engine pid %s: %s://%s/v1", seconds, os.getpid(), client.pid, scheme, where
-        )
+        pids = f"pid {os.getpid()}, engine pid {client.pid}"
+        ready = f"ready after {time.monotonic() - begin:.1f} s, {pids}: {scheme}://{where}/v1"
+        server = _Server(config, service, ready)
         watching = asyncio.create_task(_watch_progress(service, options.app.stall_s))
         try:
             await server.serve(sockets=[listening])
