@@ -1,5 +1,6 @@
 """A request goes in, pieces of text come out: the loop that knows every stage, and nothing else."""
 
+import logging
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -16,6 +17,14 @@ from stepfloor.model.load import is_small, load_model
 from stepfloor.model.model import Model
 from stepfloor.request import Batch, Piece, Request
 from stepfloor.roofline.floor import Floor, checkpoint_step_bytes
+from stepfloor.roofline.memory import (
+    MemoryPlan,
+    discrete_capacity,
+    parse_meminfo,
+    placement_of,
+    plan_memory,
+    unified_capacity,
+)
 from stepfloor.sampler.grammar import Constraint, GrammarCompiler
 from stepfloor.sampler.sampler import Sampler
 from stepfloor.scheduler.scheduler import Scheduler
@@ -24,6 +33,11 @@ from stepfloor.step.step import Step, StepOutput
 from stepfloor.stream.stream import Stream
 from stepfloor.tokenizer.tokenizer import Tokenizer
 from stepfloor.weights.checkpoint import Checkpoint
+
+logger = logging.getLogger(__name__)
+
+# a prompt chunk decodes 128 experts of a layer at a time: 0.84 GB of bf16
+EXPERT_WORKSPACE_BYTES = 1 << 30
 
 
 @dataclass(slots=True)
@@ -70,6 +84,31 @@ class Counters:
         return self.delivered / self.decode_steps if self.decode_steps else 0.0
 
 
+def check_memory(checkpoint: Checkpoint, config: EngineConfig) -> MemoryPlan:
+    """The memory plan of an engine on a GPU, before anything is allocated; every line is logged.
+
+    Raises UserError with the arithmetic where it does not fit.
+    """
+    device = torch.device(config.device)
+    free = torch.cuda.mem_get_info(device)[0]
+    meminfo = parse_meminfo(Path("/proc/meminfo").read_text()) if Path("/proc/meminfo").is_file() else {}
+    if torch.cuda.get_device_properties(device).is_integrated and "MemAvailable" in meminfo:
+        capacity = unified_capacity(meminfo, free)
+    else:
+        capacity = discrete_capacity(free, meminfo.get("MemAvailable", 1 << 62))
+    placement = replace(placement_of(config), expert_workspace_bytes=EXPERT_WORKSPACE_BYTES)
+    plan = plan_memory(checkpoint.config, checkpoint.weights, config, capacity, placement)
+    for line in plan.lines:
+        logger.info("memory: %s %.3f GiB on the %s", line.component, line.nbytes / 2**30, line.where)
+    for where in ("device", "host"):
+        logger.info(
+            "memory: %.2f of %.2f GiB on the %s", plan.total(where) / 2**30, plan.available(where) / 2**30, where
+        )
+    if (refusal := plan.refusal()) is not None:
+        raise UserError(refusal)
+    return plan
+
+
 class Engine:
     """One model on one device, and the requests it serves."""
 
@@ -99,6 +138,8 @@ class Engine:
         if config.device == "cpu" and is_small(checkpoint):
             torch.set_num_threads(1)
         if model is None:
+            if config.device != "cpu":
+                check_memory(checkpoint, config)
             model = load_model(
                 checkpoint,
                 positions_needed(config),

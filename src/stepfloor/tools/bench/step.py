@@ -19,7 +19,7 @@ from torch import Tensor
 
 from stepfloor.cache.tensors import positions_needed
 from stepfloor.config import EngineConfig, ModelConfig
-from stepfloor.engine import Engine
+from stepfloor.engine import Engine, check_memory
 from stepfloor.errors import UserError
 from stepfloor.model.load import load_model
 from stepfloor.model.model import Layer, Model
@@ -157,6 +157,13 @@ def bench_steps(
     longest = max(_model_len(plan, k, context) for k in plan.spec_tokens for context in plan.contexts)
     longest = max(longest, plan.prefill_tokens + 32)
     widest = EngineConfig(spec_tokens=max(plan.spec_tokens), max_model_len=longest)
+    if plan.device != "cpu":
+        widest_sequences, most_drafts = max(plan.sequences), max(plan.spec_tokens)
+        memory = check_memory(checkpoint, _config(plan, widest_sequences, most_drafts, max(plan.contexts)))
+        for line in memory.lines:
+            say(f"memory: {line.component} {line.nbytes / 2**30:.3f} GiB on the {line.where}")
+        total, available = memory.total("device") / 2**30, memory.available("device") / 2**30
+        say(f"memory: {total:.2f} of {available:.2f} GiB on the device")
     source = RandomTensors(checkpoint.config, torch.device(plan.device)) if drawn else None
     model = load_model(
         checkpoint,
