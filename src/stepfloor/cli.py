@@ -193,8 +193,9 @@ def generate(
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def serve(
     context: typer.Context,
-    model: Annotated[
-        str | None, typer.Argument(help="As for inspect; without one, the small model that ships.")
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[MODEL]", help="As for inspect; without one, the small model that ships."),
     ] = None,
     model_flag: Annotated[str | None, typer.Option("--model", help="The same as the argument.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
@@ -263,10 +264,10 @@ def serve(
     """Serve an OpenAI-compatible API; flags have vLLM's names where the meaning is the same."""
     import logging
 
-    from stepfloor.server.flags import check_extra
+    from stepfloor.server.flags import model_among
 
     known = [option for parameter in context.command.params for option in parameter.opts]
-    check_extra(context.args, known)
+    model = model_among([*(words or ()), *context.args], known)
     if model is not None and model_flag is not None and model != model_flag:
         raise UserError(f"the model is given twice, as {model!r} and as --model {model_flag!r}; pass one")
     if uvicorn_log_level not in ("debug", "info", "warning", "error"):

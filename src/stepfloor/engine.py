@@ -326,14 +326,20 @@ class Engine:
         self._profile.__enter__()
 
     def stop_profile(self, directory: Path) -> Path:
-        """End the recording and write it as a Chrome trace; returns the file. Raises UserError if there is none."""
+        """End the recording and write it as a Chrome trace; returns the file.
+
+        Raises UserError if nothing is recorded, or the directory cannot be written to.
+        """
         profile, self._profile = self._profile, None
         if profile is None:
             raise UserError("no profile is being recorded; start one first")
         profile.__exit__(None, None, None)
-        directory.mkdir(parents=True, exist_ok=True)
         path = directory / f"stepfloor-step-{self.steps}.pt.trace.json"
-        profile.export_chrome_trace(str(path))
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            profile.export_chrome_trace(str(path))
+        except (OSError, RuntimeError) as error:
+            raise UserError(f"{path} cannot be written ({error}); start the server with another directory") from None
         return path
 
     def _deliver(self, batch: Batch, output: StepOutput) -> None:

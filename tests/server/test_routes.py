@@ -8,7 +8,7 @@ import pytest
 from stepfloor.cli import app as cli
 from stepfloor.errors import UserError
 from stepfloor.server.app import AppOptions
-from stepfloor.server.flags import check_extra
+from stepfloor.server.flags import model_among
 from stepfloor.server.metrics import ALARM_DRAFTS, AcceptanceAlarm
 from stepfloor.server.options import json_strings, profile_directory, spec_tokens
 from tests.server.scripted import EOS, Scripted, scripted
@@ -261,9 +261,11 @@ def test_tools_that_may_not_be_called_are_not_shown() -> None:
 
 
 def test_flags_of_vllm_that_ask_for_what_is_done() -> None:
-    check_extra(["--enable-chunked-prefill", "--tensor-parallel-size", "1", "--tool-call-parser=qwen3_coder"], [])
-    check_extra(["--reasoning-parser", "qwen3", "--enable-auto-tool-choice", "--trust_remote_code"], [])
-    check_extra(["--no-enable-prefix-caching", "--dtype=auto"], [])
+    chunked = ["--enable-chunked-prefill", "--tensor-parallel-size", "1", "--tool-call-parser=qwen3_coder"]
+    assert model_among([*chunked, "a/model"], []) == "a/model"
+    rest = ["--reasoning-parser", "qwen3", "--enable-auto-tool-choice", "--trust_remote_code", "--dtype=auto"]
+    assert model_among(["dir", *rest, "--no-enable-prefix-caching"], []) == "dir"
+    assert model_among(chunked, []) is None
 
 
 @pytest.mark.parametrize(
@@ -274,12 +276,12 @@ def test_flags_of_vllm_that_ask_for_what_is_done() -> None:
         (["--quantization", "fp8"], "--quantization fp8 is not supported"),
         (["--max-num-seq", "3"], "there is no flag --max-num-seq; did you mean --max-num-seqs"),
         (["--frobnicate"], "there is no flag --frobnicate"),
-        (["other"], "one word too many"),
+        (["one", "other"], "'other' is one word too many"),
     ],
 )
 def test_flags_that_ask_for_something_else_are_named(arguments: list[str], says: str) -> None:
     with pytest.raises(UserError, match=says):
-        check_extra(arguments, ["--max-num-seqs", "--port"])
+        model_among(arguments, ["--max-num-seqs", "--port"])
 
 
 def test_drafts_have_two_flags_that_may_not_differ() -> None:
@@ -316,6 +318,7 @@ def test_other_flags_that_carry_json() -> None:
         (["--spec-tokens", "9"], "--spec-tokens must be 0 to 7"),
         (["--max-model-len", "999999"], "--max-model-len"),
         (["--uvicorn-log-level", "loud"], "--uvicorn-log-level"),
+        (["--enable-chunked-prefill", "--enable-lora"], "--enable-lora is not supported"),
         (["--override-generation-config", '{"max_tokens": 3}'], "max_tokens"),
     ],
 )

@@ -185,6 +185,43 @@ def test_a_reader_that_does_not_read_stops_no_step(side: Side) -> None:
     assert tokens == 120 or pieces(messages, "a")[-1][3] == "stop"
 
 
+def test_a_fault_in_taking_a_request_harms_nobody(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    side.send(request("good", max_tokens=6))
+    side.turn(2)
+
+    def broken(request: Request) -> None:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(side.engine, "submit", broken)
+        side.send(request("bad"))
+        (refused,) = [m for m in side.turn() if m["type"] == "refused"]
+    assert refused["fault"]
+    messages = []
+    while side.engine.has_work():
+        messages += side.turn()
+    assert pieces(messages, "good")[-1][3] == "length"
+
+
+def test_profiles_are_written_or_refused(side: Side, tmp_path: Path) -> None:
+    def ask(start: bool, directory: Path) -> dict[str, Any]:
+        side.here.sendall(encode({"type": "profile", "start": start, "directory": str(directory)}))
+        (answer,) = side.turn()
+        return answer
+
+    taken = tmp_path / "file"
+    taken.write_text("", encoding="utf-8")
+    assert "start one first" in ask(False, tmp_path)["error"]
+    for directory, works in ((taken, False), (tmp_path / "traces", True)):
+        assert ask(True, directory)["error"] is None
+        side.send(request("r", max_tokens=2))
+        while side.turn() and side.engine.has_work():
+            pass
+        answer = ask(False, directory)
+        assert (answer["error"] is None) is works
+    assert Path(answer["path"]).is_file()
+
+
 def test_the_process_ends_when_the_other_side_is_gone(engine: Engine) -> None:
     one = Side(engine)
     one.send(request("a"))

@@ -222,7 +222,7 @@ class EngineClient:
         for request_id in message["ids"]:
             self._mailboxes.pop(request_id, None)
         mailbox.open.clear()
-        error = QueueFullError if message["full"] else UserError
+        error = RuntimeError if message.get("fault") else QueueFullError if message["full"] else UserError
         mailbox.answer.set_exception(error(message["message"]))
 
     def _lose(self, reason: str) -> None:

@@ -62,18 +62,21 @@ FIXED: dict[str, tuple[tuple[str, ...], str]] = {
 }
 
 
-def check_extra(arguments: Sequence[str], known: Sequence[str]) -> None:
-    """Go through what the command line did not know; known are the flags it does.
+def model_among(arguments: Sequence[str], known: Sequence[str]) -> str | None:
+    """The one word among what the command line did not know, if there is one; known are the flags it does.
 
-    Raises UserError for the first that asks for something else than what is done, or that is no flag at all.
+    Raises UserError for a flag that asks for something else than what is done, one that is none, and a second word.
     """
-    waiting = list(arguments)
+    waiting, model = list(arguments), None
     while waiting:
         argument = waiting.pop(0)
         name, equals, value = argument.partition("=")
         name = "--" + name[2:].replace("_", "-") if name.startswith("--") else name
         if not name.startswith("-"):
-            raise UserError(f"one model is served; {argument!r} is one word too many")
+            if model is not None:
+                raise UserError(f"one model is served; {argument!r} is one word too many beside {model!r}")
+            model = argument
+            continue
         if name not in FIXED:
             near = difflib.get_close_matches(name, [*known, *FIXED], 1)
             raise UserError(f"there is no flag {name}" + (f"; did you mean {near[0]}?" if near else ""))
@@ -85,3 +88,4 @@ def check_extra(arguments: Sequence[str], known: Sequence[str]) -> None:
             only = ", ".join(v for v in accepted if v)
             remedy = f"leave it out or pass {name} {only}" if only else "leave it out"
             raise UserError(f"{given} is not supported: {reason or 'it has no value'}; {remedy}")
+    return model

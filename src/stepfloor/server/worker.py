@@ -188,9 +188,8 @@ class Worker:
         done = [key for key, (future, _, _) in self.compiling.items() if future.done()]
         for key in done:
             future, requests, deadline_s = self.compiling.pop(key)
-            # a broken grammar is refused where it is submitted: the compiler says the same again
-            if (error := future.exception()) is not None and not isinstance(error, UserError):
-                raise error
+            # what went wrong with the grammar is said where it is submitted: compiling it again says the same
+            future.exception()
             self._submit(requests, deadline_s)
 
     def _submit(self, requests: list[Request], deadline_s: float | None) -> None:
@@ -206,6 +205,14 @@ class Worker:
                     self._end(request_id)
             full = isinstance(error, QueueFullError)
             self.link.send({"type": "refused", "ids": ids, "message": str(error), "full": full})
+            return
+        except Exception as error:
+            # a fault of ours in taking one request; whoever is served already knows nothing of it
+            log.exception("%s could not be taken", ids)
+            for request_id in ids:
+                self._end(request_id)
+            message = f"the engine could not take the request: {type(error).__name__}; its log says more"
+            self.link.send({"type": "refused", "ids": ids, "message": message, "full": False, "fault": True})
             return
         if deadline_s is not None:
             for request_id in ids:
