@@ -379,3 +379,11 @@ def test_two_thousand_tokens(checkpoint: Checkpoint, k: int, monkeypatch: pytest
         error = float((kept.double() - state).abs().max())
         print(f"layer {layer}: {count} rows, largest decay {decay:.6f}, error {error:.1e} of {bound:.1e}")
         assert error <= bound
+
+
+@pytest.mark.parametrize(
+    ("device", "words"), [("cuda:9", "finds . CUDA devices"), ("tpu", "must be cpu, cuda or cuda:N"), ("cuda:x", "got")]
+)
+def test_a_device_that_is_not_there_is_one_sentence(checkpoint: Checkpoint, device: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        Engine(checkpoint, engine_config(device=device))

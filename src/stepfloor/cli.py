@@ -151,6 +151,7 @@ def generate(
     max_model_len: Annotated[
         int | None, typer.Option(help="Prompt and output together, in tokens; the model's context, at most 4096.")
     ] = None,
+    device: Annotated[str, typer.Option(help="cpu, or a CUDA device.")] = "cpu",
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end of a turn.")] = False,
     json: Annotated[bool, typer.Option("--json", help="End with one JSON object in place of the line.")] = False,
     hf_overrides: Annotated[str | None, typer.Option(help="JSON that replaces keys of the text config.")] = None,
@@ -178,6 +179,7 @@ def generate(
         spec_tokens=(3 if checkpoint.has_drafter else 0) if spec_tokens is None else spec_tokens,
         acceptance="coupled" if acceptance == "coupled" else "standard",
         max_model_len=min(4096, checkpoint.config.max_position_embeddings) if max_model_len is None else max_model_len,
+        device=device,
     )
     run(
         checkpoint,

@@ -84,6 +84,21 @@ class Counters:
         return self.delivered / self.decode_steps if self.decode_steps else 0.0
 
 
+def check_device(device: str) -> None:
+    """Raise UserError for a device that PyTorch cannot reach here."""
+    if device == "cpu":
+        return
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    kind, _, index = device.partition(":")
+    if kind != "cuda" or not (index or "0").isdigit():
+        raise UserError(f"--device must be cpu, cuda or cuda:N; got {device!r}")
+    if int(index or 0) >= found:
+        raise UserError(
+            f"--device {device}: PyTorch {torch.__version__} finds {found} CUDA devices; run this on such a GPU with a "
+            "CUDA build of PyTorch, or pass --device cpu"
+        )
+
+
 def check_memory(checkpoint: Checkpoint, config: EngineConfig) -> MemoryPlan:
     """The memory plan of an engine on a GPU, before anything is allocated; every line is logged.
 
@@ -131,6 +146,7 @@ class Engine:
         """
         model_config = checkpoint.config
         config.check(model_config)
+        check_device(config.device)
         self.config = config
         self.checkpoint = checkpoint
         self.vocab_size = model_config.vocab_size

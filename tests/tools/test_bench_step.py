@@ -44,7 +44,7 @@ def test_real_acceptance_is_measured(tmp_path: Path) -> None:
 def test_no_gpu_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     checkpoint = random_checkpoint(ModelConfig.read(tiny_config(tmp_path)), MIXES["a"])
-    with pytest.raises(UserError, match="found no CUDA device"):
+    with pytest.raises(UserError, match="finds 0 CUDA devices"):
         bench_steps(checkpoint, plan(device="cuda"), print, True)
 
 

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from stepfloor.cache.tensors import positions_needed
 from stepfloor.config import EngineConfig, ModelConfig
-from stepfloor.engine import Engine, check_memory
-from stepfloor.errors import UserError
+from stepfloor.engine import Engine, check_device, check_memory
 from stepfloor.model.load import load_model
 from stepfloor.model.model import Layer, Model
 from stepfloor.model.random import RandomTensors
@@ -151,8 +150,7 @@ def bench_steps(
     drawn  whether the weights are drawn on the device; else they are those of the checkpoint's files
     Raises UserError for a cell that the model or the device cannot hold.
     """
-    if plan.device != "cpu" and not torch.cuda.is_available():
-        raise UserError("bench step found no CUDA device; pass --device cpu with a small model, or run it on a GPU")
+    check_device(plan.device)
     begin = time.perf_counter()
     longest = max(_model_len(plan, k, context) for k in plan.spec_tokens for context in plan.contexts)
     longest = max(longest, plan.prefill_tokens + 32)
