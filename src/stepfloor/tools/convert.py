@@ -7,7 +7,6 @@ Source: the layouts of `weights.releases`.
 
 import hashlib
 import json
-import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -20,7 +19,8 @@ from torch import Tensor
 from stepfloor.config import ModelConfig
 from stepfloor.errors import UserError
 from stepfloor.formats.codec import E4M3_MAX, PackedWeight, quantize
-from stepfloor.weights.expected import Shape, hash_buffers
+from stepfloor.model.random import special_values
+from stepfloor.weights.expected import hash_buffers
 from stepfloor.weights.releases import RELEASES as RELEASES
 from stepfloor.weights.releases import Plan, Planned, layout
 from stepfloor.weights.releases import plan_random as plan_random
@@ -110,7 +110,7 @@ def _draw(config: ModelConfig, planned: Planned, seed: int) -> Iterator[tuple[st
                 # activations of a normed model stay within about 8
                 yield part, scale if part == "weight_scale_2" else torch.tensor(8.0 / (6.0 * E4M3_MAX))
     else:
-        values = _special(name, expected.shape, _generator(name, seed))
+        values = special_values(name, expected.shape, _generator(name, seed))
         yield "weight", values.to(torch.float32 if planned.format == "fp32" else torch.bfloat16)
 
 
@@ -146,21 +146,6 @@ def _tensor_scale(format_name: str, sigma: float) -> Tensor:
 
 def _table_sigma(config: ModelConfig) -> float:
     return config.ple_embed_dim**-0.5
-
-
-def _special(name: str, shape: Shape, generator: torch.Generator) -> Tensor:
-    """Vectors and convolutions, at the size a trained model has them, so that activations stay finite."""
-    if name.endswith("A_log"):
-        return torch.rand(shape, generator=generator).mul(15.0).add(1.0).log()
-    if name.endswith("dt_bias"):
-        # softplus(dt_bias) is log-uniform in 0.001 to 0.1
-        dt = (torch.rand(shape, generator=generator) * math.log(100.0) + math.log(0.001)).exp()
-        return dt + (-torch.expm1(-dt)).log()
-    values = torch.randn(shape, generator=generator)
-    if name.endswith("conv1d"):
-        return values * shape[-1] ** -0.5
-    # every norm multiplies by 1 + w but the gated one of the delta net
-    return values * 0.02 + (1.0 if name.endswith("linear_attn.norm") else 0.0)
 
 
 def write_with_progress(plan: Plan, destination: Path, *, seed: int, jobs: int) -> None:

@@ -27,6 +27,7 @@ from stepfloor.request import Request, SamplingParams
 from stepfloor.roofline.bytes import distinct_experts
 from stepfloor.roofline.floor import Floor, checkpoint_step_bytes
 from stepfloor.roofline.groups import pass_group
+from stepfloor.roofline.planned import CASES, WeightFormats
 from stepfloor.step.bandwidth import read_bandwidth_gbps
 from stepfloor.tools.bench.profile import Profile, profile_steps
 from stepfloor.weights.checkpoint import Checkpoint
@@ -38,26 +39,20 @@ SHOWN_OPERATORS = 24
 UNIFORM_TOLERANCE = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class Mix:
-    """The formats of a release, by group of weights; draft_head "" means that the drafter reads the target's head."""
+def _as_released(case: WeightFormats) -> WeightFormats:
+    """A case of the byte model in formats that releases have: it leaves out the scales of FP8, they cannot."""
+    channel = {"fp8_tensor": "fp8_channel"}
+    return replace(
+        case,
+        dense=channel.get(case.dense, case.dense),
+        head=channel.get(case.head, case.head),
+        draft_head=channel.get(case.draft_head, case.draft_head),
+        mtp_dense=channel.get(case.mtp_dense, case.mtp_dense),
+        mtp_experts="fp8_block" if case.mtp_experts == "fp8_tensor" else case.mtp_experts,
+    )
 
-    experts: str = "nvfp4"
-    dense: str = "bf16"
-    head: str = "bf16"
-    draft_experts: str = "bf16"
-    draft_dense: str = "bf16"
-    draft_head: str = ""
-    table: str = "fp8_tensor"
 
-
-MIXES: dict[str, Mix] = {
-    "a": Mix(),
-    "b": Mix(dense="fp8_channel", draft_dense="fp8_channel"),
-    "b'": Mix(dense="fp8_channel", head="fp8_channel", draft_dense="fp8_channel"),
-    "c": Mix("nvfp4", "fp8_channel", "mxfp8", "fp8_block", "fp8_channel", "nvfp4"),
-    "c'": Mix("nvfp4", "fp8_channel", "nvfp4", "fp8_block", "fp8_channel", "nvfp4"),
-}
+MIXES: dict[str, WeightFormats] = {name: _as_released(case) for name, case in CASES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,18 +120,18 @@ class Plan:
     profile: bool = True
 
 
-def random_checkpoint(config: ModelConfig, mix: Mix) -> Checkpoint:
-    """A checkpoint in no file, in the formats of a mix."""
+def random_checkpoint(config: ModelConfig, formats: WeightFormats) -> Checkpoint:
+    """A checkpoint in no file, in a mix of formats; the drafter has a head of its own where its format is another."""
 
     def format_of(name: str) -> str:
         if name == "mtp.lm_head":
-            return mix.draft_head
+            return "" if formats.draft_head == formats.head else formats.draft_head
         drafter = name.startswith("mtp.")
         return {
-            "experts": mix.draft_experts if drafter else mix.experts,
-            "dense": mix.draft_dense if drafter else mix.dense,
-            "head": mix.head,
-            "table": mix.table,
+            "experts": formats.mtp_experts if drafter else formats.experts,
+            "dense": formats.mtp_dense if drafter else formats.dense,
+            "head": formats.head,
+            "table": formats.table,
         }.get(pass_group(name), "bf16")
 
     return synthetic_checkpoint(config, format_of)
