@@ -272,13 +272,15 @@ class Step:
         """
         model, state = self.model, self.state
         tokens, first, pending, rejected, history = begin_rows(state, slots)
-        # a plain kernel, which starts when all before it has ended: what follows may read slots and pending at once
+        # a plain kernel, which starts when all before it has ended and lets nothing start before it has: what follows may
+        # read slots and pending at once (the gather of drafts is none where there are no drafts)
+        positions = first + 1
         drafts = state.drafts[slots]
         rows = Rows(tokens, slots, first, pending, rejected, history, chunk=False, settled=True)
         residual, hidden = model.target(rows, self.cache)
         logits = model.logits(hidden).unflatten(0, tokens.shape)
         masked = self._masked(logits, numbers)
-        emitted, accepted = self.sampler.accept(masked, drafts, slots, first + 1)
+        emitted, accepted = self.sampler.accept(masked, drafts, slots, positions)
         self._note_logprobs(logits, emitted, numbers)
         self.sampler.commit(slots, emitted)
         following, last, report = commit_rows(
@@ -297,7 +299,7 @@ class Step:
         )
         if model.drafter is not None:
             residual, hidden = model.draft(model.drafter, residual, following, rows, self.cache)
-            self._draft(slots, first + accepted + 1, residual[last], hidden[last])
+            self._draft(slots, positions + accepted, residual[last], hidden[last])
         return report
 
     def _draft(self, slots: Tensor, length: Tensor, residual: Tensor, hidden: Tensor) -> None:
