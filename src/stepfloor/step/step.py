@@ -272,8 +272,8 @@ class Step:
         """
         model, state = self.model, self.state
         tokens, first, pending, rejected, history = begin_rows(state, slots)
-        # a plain kernel, which starts when all before it has ended and lets nothing start before it has ended itself: what
-        # follows may read slots and pending at once (the gather of drafts is no kernel where there are no drafts)
+        # a plain kernel, which starts when all before it has ended and lets nothing start earlier: what follows may
+        # read slots and pending at once (the gather of drafts is no kernel where there are no drafts)
         positions = first + 1
         drafts = state.drafts[slots]
         rows = Rows(tokens, slots, first, pending, rejected, history, chunk=False, settled=True)
