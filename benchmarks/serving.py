@@ -4,7 +4,7 @@
     python -m benchmarks.serving --requests 200     # a short run
 
 64 clients over 16 slots send requests of mixed length; 22 % of them leave at a random point where at least 9 tokens are
-still to come, before the first token or later, so that more than a fifth really is cancelled, by the server's own count.
+still to come, before the first token or later, so that more than a fifth really is cancelled by the server's own count.
 Greedy answers are compared with the same request run alone by an engine of its own. The bare loop serves the first half
 of the same plan, with the same cancellations, 64 at a time, without a second process or HTTP; the two take turns, ABBA
 and so on, in blocks of a quarter. Prints one JSON line at the end.

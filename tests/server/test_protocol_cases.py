@@ -1,10 +1,41 @@
 """Cases from the field, through the whole HTTP path, for every split of the tokens into steps of 1 to 4.
 
-The names C-API, C-SPEC and C-H are those of the list of cases.
+The names C-API, C-SPEC and C-H are those of the list of cases. Where each of them is tested, files under tests/; "all"
+is every split into steps of 1 to 4, and "no" says that a split changes nothing in what is tested there:
+
+    case       splits, test
+    C-API-01   all server/test_protocol_cases.py test_a_character_in_two_tokens
+    C-API-03   all server/test_protocol_cases.py test_a_stop_string_in_two_tokens
+    C-API-05   all server/test_protocol_cases.py test_reasoning_ends_with_a_stop_list
+    C-API-07   all server/test_protocol_cases.py test_streamed_arguments_are_json_for_every_split
+    C-API-08   all server/test_protocol_cases.py test_usage_of_reasoning_that_is_cut_off
+    C-API-08   all server/test_protocol_cases.py test_reasoning_tokens_are_counted_to_its_end
+    C-API-10   all server/test_protocol_cases.py test_the_context_is_never_shortened
+    C-API-12   no  test_engine.py                test_a_cancelled_request_stops_and_gives_everything_back
+    C-API-12   no  server/test_life.py           test_two_hundred_clients_that_leave
+    C-SPEC-01  all server/test_protocol_cases.py test_tokens_behind_an_end_token_are_not_shown
+    C-SPEC-01  all test_every_split.py           test_an_end_and_what_is_counted
+    C-SPEC-02  all server/test_protocol_cases.py test_exactly_max_tokens_arrive
+    C-SPEC-02  all test_every_split.py           test_a_limit
+    C-SPEC-03  all test_every_split.py           test_an_end_and_what_is_counted
+    C-SPEC-03  no  server/test_routes.py         test_acceptance_is_exported_by_position
+    C-SPEC-04  all test_every_split.py           test_greedy_text_is_that_without_drafts
+    C-SPEC-04  no  test_every_split.py           test_twenty_prompts
+    C-SPEC-04  no  server/test_clients.py        test_chat_streamed_drafted_or_neither
+    C-SPEC-06  all test_every_split.py           test_a_grammar_behind_reasoning
+    C-SPEC-06  no  test_constraints.py           test_drafts_behind_the_end_of_the_reasoning_are_judged_by_the_grammar
+    C-SPEC-08  all server/test_protocol_cases.py test_one_logprob_for_each_delivered_token
+    C-SPEC-08  all test_every_split.py           test_logprobs
+    C-H-01     all server/test_protocol_cases.py test_logits_that_are_not_finite_end_in_an_error
+    C-H-01     all server/test_protocol_cases.py test_an_impossible_id_is_never_text
+    C-H-01     all server/test_protocol_cases.py test_repetition_is_counted_and_is_no_error
+    C-H-01     no  step/test_speculation.py      test_logits_that_are_not_finite_end_their_own_request
+    C-H-01     no  test_constraints.py           test_a_grammar_that_allows_nothing_ends_in_an_error
 """
 
 import itertools
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -264,3 +295,12 @@ def test_first_ids_are_the_scripts() -> None:
     server = scripted(["a", "b", EOS])
     answer = server.post("/v1/completions", **PLAIN, return_token_ids=True).json()
     assert answer["choices"][0]["token_ids"] == [FIRST, FIRST + 1]
+
+
+def test_the_table_above_is_true() -> None:
+    """A renamed test would leave its case without one that anybody finds."""
+    tests = Path(__file__).parents[1]
+    rows = [line.split() for line in (__doc__ or "").splitlines() if line.startswith("    C-")]
+    assert len(rows) > 20
+    for _, _, file, name in rows:
+        assert f"def {name}(" in (tests / file).read_text(encoding="utf-8"), (file, name)
