@@ -10,10 +10,12 @@ import stepfloor
 from stepfloor import kernels
 from stepfloor.kernels._experts import pack_experts
 from stepfloor.kernels._stream import outer_scales, pack_tape
+from stepfloor.kernels.gdn_decode import decodes_on_cuda, gdn_decode_inputs
 from stepfloor.kernels.hc_down import StreamedDown, hc_down_inputs, plan_down
 from stepfloor.kernels.hc_mix import StreamedMix, hc_mix_inputs, pack_mix, plan_mix
 from stepfloor.kernels.linear import StreamedWeight, linear_inputs, plan_stream
 from stepfloor.kernels.moe_gate_up import moe_gate_up_inputs
+from stepfloor.kernels.moe_route import routes_on_cuda
 from stepfloor.kernels.ngram_gather import ngram_gather_table
 from stepfloor.model.backends import (
     REFERENCE,
@@ -89,3 +91,16 @@ def test_the_table() -> None:
     table = ngram_gather_table((shard,), "cpu")
     assert table_backend(table, GPU) == "Triton, bf16"
     assert table_backend((shard,), GPU) == table_backend(table, CPU) == REFERENCE
+
+
+def test_kernels_chosen_by_shape_and_chip(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The delta net and the router of the full model have CUDA kernels from compute capability 9.0 on."""
+    constants = gdn_decode_inputs(1, 4, 16, 48, 128, 128, torch.bfloat16, "cpu")["constants"]
+    monkeypatch.setattr("stepfloor.kernels.gdn_decode.missing_for_cuda", lambda: None)
+    monkeypatch.setattr("stepfloor.kernels.moe_route.missing_for_cuda", lambda: None)
+    # one device a chip, since reasons are kept by device
+    for device, chip, wanted in ((torch.device("cuda", 100), (9, 0), True), (torch.device("cuda", 101), (8, 9), False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, chip=chip: chip)
+        assert decodes_on_cuda(constants, 4, device) is wanted
+        assert routes_on_cuda(device, torch.bfloat16, 10) is wanted
+        assert not routes_on_cuda(device, torch.float32, 10)
