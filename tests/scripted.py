@@ -1,8 +1,9 @@
 """Engines and steps whose drafts come from a script, so that any share of them can be right."""
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -45,6 +46,21 @@ def from_text(text: list[int], k: int, right: float, seed: int, vocab_size: int,
     def propose(_: int, length: int) -> list[int]:
         following = [text[p] if p < len(text) else 0 for p in range(length + 1, length + 1 + k)]
         return [token if dice.random() < right else wrong(token) for token in following]
+
+    return propose
+
+
+def by_split(text: list[int], first: int, sizes: Sequence[int], k: int, vocab_size: int) -> Propose:
+    """Propose so that greedy steps deliver `sizes` tokens in turn, then one each.
+
+    text  prompt and continuation; first  position of the continuation's first token, which the prompt brings
+    """
+    ends = list(accumulate(sizes, initial=first))
+
+    def propose(_: int, length: int) -> list[int]:
+        right = sizes[ends.index(length)] - 1 if length in ends[:-1] else 0
+        following = [text[p] if p < len(text) else 0 for p in range(length + 1, length + 1 + k)]
+        return [token if i < right else (token + 1) % vocab_size for i, token in enumerate(following)]
 
     return propose
 

@@ -13,6 +13,7 @@ import torch
 from stepfloor.cache.tensors import num_pages, positions_needed
 from stepfloor.config import EngineConfig
 from stepfloor.errors import UserError
+from stepfloor.model.backends import backends
 from stepfloor.model.load import is_small, load_model
 from stepfloor.model.model import Model
 from stepfloor.request import Batch, Piece, Request
@@ -331,7 +332,7 @@ class Engine:
             "step_bytes": step.total,
             "bandwidth_gbps": bandwidth,
             "floor_ms": Floor(step, bandwidth).step_us / 1e3,
-            "backends": {"every operator": "reference (PyTorch)"} if config.device == "cpu" else {},
+            "backends": backends(self.step.model, config.spec_tokens + 1),
         }
 
     def start_profile(self) -> None:

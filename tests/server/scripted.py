@@ -169,3 +169,13 @@ def splits(count: int) -> Iterator[tuple[int, ...]]:
     for first in range(1, min(4, count) + 1):
         for rest in splits(count - first):
             yield (first, *rest)
+
+
+def crossings(count: int) -> Iterator[tuple[int, ...]]:
+    """Every way to deliver so many tokens in steps of 1 to 4, the last of which may bring more."""
+    if count <= 0:
+        yield ()
+        return
+    for first in range(1, 5):
+        for rest in crossings(count - first):
+            yield (first, *rest)

@@ -1,15 +1,46 @@
 """Cases from the field, through the whole HTTP path, for every split of the tokens into steps of 1 to 4.
 
-The names C-API, C-SPEC and C-H are those of the list of cases.
+The names C-API, C-SPEC and C-H are those of the list of cases. Where each of them is tested, files under tests/; "all"
+is every split into steps of 1 to 4, and "no" says that a split changes nothing in what is tested there:
+
+    case       splits, test
+    C-API-01   all server/test_protocol_cases.py test_a_character_in_two_tokens
+    C-API-03   all server/test_protocol_cases.py test_a_stop_string_in_two_tokens
+    C-API-05   all server/test_protocol_cases.py test_reasoning_ends_with_a_stop_list
+    C-API-07   all server/test_protocol_cases.py test_streamed_arguments_are_json_for_every_split
+    C-API-08   all server/test_protocol_cases.py test_usage_of_reasoning_that_is_cut_off
+    C-API-08   all server/test_protocol_cases.py test_reasoning_tokens_are_counted_to_its_end
+    C-API-10   all server/test_protocol_cases.py test_the_context_is_never_shortened
+    C-API-12   no  test_engine.py                test_a_cancelled_request_stops_and_gives_everything_back
+    C-API-12   no  server/test_life.py           test_two_hundred_clients_that_leave
+    C-SPEC-01  all server/test_protocol_cases.py test_tokens_behind_an_end_token_are_not_shown
+    C-SPEC-01  all test_every_split.py           test_an_end_and_what_is_counted
+    C-SPEC-02  all server/test_protocol_cases.py test_exactly_max_tokens_arrive
+    C-SPEC-02  all test_every_split.py           test_a_limit
+    C-SPEC-03  all test_every_split.py           test_an_end_and_what_is_counted
+    C-SPEC-03  no  server/test_routes.py         test_acceptance_is_exported_by_position
+    C-SPEC-04  all test_every_split.py           test_greedy_text_is_that_without_drafts
+    C-SPEC-04  no  test_every_split.py           test_twenty_prompts
+    C-SPEC-04  no  server/test_clients.py        test_chat_streamed_drafted_or_neither
+    C-SPEC-06  all test_every_split.py           test_a_grammar_behind_reasoning
+    C-SPEC-06  no  test_constraints.py           test_drafts_behind_the_end_of_the_reasoning_are_judged_by_the_grammar
+    C-SPEC-08  all server/test_protocol_cases.py test_one_logprob_for_each_delivered_token
+    C-SPEC-08  all test_every_split.py           test_logprobs
+    C-H-01     all server/test_protocol_cases.py test_logits_that_are_not_finite_end_in_an_error
+    C-H-01     all server/test_protocol_cases.py test_an_impossible_id_is_never_text
+    C-H-01     all server/test_protocol_cases.py test_repetition_is_counted_and_is_no_error
+    C-H-01     no  step/test_speculation.py      test_logits_that_are_not_finite_end_their_own_request
+    C-H-01     no  test_constraints.py           test_a_grammar_that_allows_nothing_ends_in_an_error
 """
 
 import itertools
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.server.scripted import EOS, FIRST, Scripted, scripted, splits
+from tests.server.scripted import EOS, FIRST, Scripted, crossings, scripted, splits
 
 PLAIN = {"prompt": "x", "temperature": 0}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
@@ -140,14 +171,20 @@ def test_usage_of_reasoning_that_is_cut_off() -> None:
     assert usage["prompt_tokens_details"]["cached_tokens"] == 0
     assert not any("usage" in e for e in events[:-2])
     assert joined(events)["reasoning"].count("hm") == 64
+    server = scripted(["hm "])
+    for server.engine.sizes in crossings(5):
+        usage = server.post("/v1/chat/completions", **CHAT, max_tokens=5).json()["usage"]
+        assert usage["completion_tokens"] == usage["completion_tokens_details"]["reasoning_tokens"] == 5
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_reasoning_tokens_are_counted_to_its_end(size: int) -> None:
-    server = scripted(["a", "b", "</think>", "\n\n", "c", "d", EOS], (size,))
-    usage = server.post("/v1/chat/completions", **CHAT).json()["usage"]
-    assert usage["completion_tokens"] == 6
-    assert usage["completion_tokens_details"]["reasoning_tokens"] == 3
+def test_reasoning_tokens_are_counted_to_its_end() -> None:
+    """C-API-08, where the reasoning does end: what a step brings behind it is no reasoning."""
+    pieces = ["a", "b", "</think>", "\n\n", "c", "d", EOS]
+    server = scripted(pieces)
+    for server.engine.sizes in splits(len(pieces)):
+        usage = server.post("/v1/chat/completions", **CHAT).json()["usage"]
+        assert usage["completion_tokens"] == 6
+        assert usage["completion_tokens_details"]["reasoning_tokens"] == 3
 
 
 @pytest.mark.parametrize("max_tokens", [None, 1, 4096])
@@ -155,11 +192,12 @@ def test_reasoning_tokens_are_counted_to_its_end(size: int) -> None:
 def test_the_context_is_never_shortened(length: int, max_tokens: int | None) -> None:
     """C-API-10: a prompt longer than the context was shortened silently and answered with 200."""
     server = scripted(["a"])
-    response = server.post("/v1/completions", prompt=[7] * length, max_tokens=max_tokens)
     if length == 4095:
-        assert response.json()["usage"]["prompt_tokens"] == 4095
-        assert response.json()["usage"]["completion_tokens"] == 1
+        for server.engine.sizes in crossings(1):
+            usage = server.post("/v1/completions", prompt=[7] * length, max_tokens=max_tokens).json()["usage"]
+            assert (usage["prompt_tokens"], usage["completion_tokens"]) == (4095, 1)
         return
+    response = server.post("/v1/completions", prompt=[7] * length, max_tokens=max_tokens)
     error = response.json()["error"]
     assert response.status_code == 400
     assert (error["type"], error["code"]) == ("invalid_request_error", "context_length_exceeded")
@@ -174,8 +212,9 @@ def test_tokens_behind_an_end_token_are_not_shown(place: int, end: int) -> None:
     """C-SPEC-01: an end token that was accepted in the middle of a draft was followed by more."""
     pieces: list[str | int] = ["a", "b", "c", "d", "e", "f"]
     pieces.insert(place, end)
-    for size in (1, 6):
-        answer = scripted(pieces, (size,)).post("/v1/completions", **PLAIN).json()
+    server = scripted(pieces)
+    for server.engine.sizes in ((6,), *splits(len(pieces))):
+        answer = server.post("/v1/completions", **PLAIN).json()
         assert answer["choices"][0]["text"] == "abcdef"[:place]
         assert answer["choices"][0]["finish_reason"] == "stop"
         assert answer["usage"]["completion_tokens"] == place
@@ -184,8 +223,9 @@ def test_tokens_behind_an_end_token_are_not_shown(place: int, end: int) -> None:
 @pytest.mark.parametrize("max_tokens", range(1, 10))
 def test_exactly_max_tokens_arrive(max_tokens: int) -> None:
     """C-SPEC-02: fewer tokens than max_tokens arrived although usage said the full number."""
-    for size in (1, 4):
-        events = scripted(["ab"], (size,)).events(
+    server = scripted(["ab"])
+    for server.engine.sizes in crossings(max_tokens):
+        events = server.events(
             "/v1/completions", **PLAIN, max_tokens=max_tokens, stream_options={"include_usage": True}
         )
         assert text_of(events) == "ab" * max_tokens
@@ -216,26 +256,35 @@ def faulty(server: Scripted) -> tuple[Any, list[Any]]:
 
 def test_logits_that_are_not_finite_end_in_an_error() -> None:
     """C-H-01: NaN logits became token 0 until the limit, with status 200."""
-    response, events = faulty(scripted(["a"], (2,), fail_at=3))
-    assert response.status_code == 500
-    assert "step 4" in response.json()["error"]["message"]
-    assert "step 4" in events[-2]["error"]["message"]
-    assert events[-1] == "[DONE]"
-    assert text_of(events[:-2]) == "aaaaaaa"
+    server = scripted(["a"])
+    for server.engine.sizes in splits(6):
+        for failing in range(len(server.engine.sizes)):
+            server.engine.fail_at = failing
+            response, events = faulty(server)
+            assert response.status_code == 500
+            assert f"step {failing + 1}:" in response.json()["error"]["message"]
+            assert f"step {failing + 1}:" in events[-2]["error"]["message"]
+            assert events[-1] == "[DONE]"
+            assert text_of(events[:-2]) == "a" * (sum(server.engine.sizes[: failing + 1]) - 1)
 
 
 @pytest.mark.parametrize("token", [-1, 4294967295])
 def test_an_impossible_id_is_never_text(token: int) -> None:
-    response, events = faulty(scripted(["a", token]))
-    assert response.status_code == 500
-    assert text_of(events[:-2]) == "a"
+    """C-H-01, a sampler's result that is no token."""
+    server = scripted(["a", "b", "c", token, "d"])
+    for server.engine.sizes in splits(5):
+        response, events = faulty(server)
+        assert response.status_code == 500
+        assert text_of(events[:-2]) == "abc"
 
 
 def test_repetition_is_counted_and_is_no_error() -> None:
-    server = scripted(["!"], (3,))
-    assert server.post("/v1/completions", **PLAIN, max_tokens=130).status_code == 200
-    page = server.get("/metrics").text
-    assert 'stepfloor:repeated_token_runs_total{engine="0",model_name="small"} 1.0' in page
+    """C-H-01, 64 equal tokens in a row."""
+    server = scripted(["!"])
+    for number, server.engine.sizes in enumerate(splits(4), 1):
+        assert server.post("/v1/completions", **PLAIN, max_tokens=130).status_code == 200
+        page = server.get("/metrics").text
+        assert f'stepfloor:repeated_token_runs_total{{engine="0",model_name="small"}} {number}.0' in page
     other = scripted(["a", "b"] * 100)
     other.post("/v1/completions", **PLAIN, max_tokens=130)
     assert 'stepfloor:repeated_token_runs_total{engine="0",model_name="small"} 0.0' in other.get("/metrics").text
@@ -246,3 +295,12 @@ def test_first_ids_are_the_scripts() -> None:
     server = scripted(["a", "b", EOS])
     answer = server.post("/v1/completions", **PLAIN, return_token_ids=True).json()
     assert answer["choices"][0]["token_ids"] == [FIRST, FIRST + 1]
+
+
+def test_the_table_above_is_true() -> None:
+    """A renamed test would leave its case without one that anybody finds."""
+    tests = Path(__file__).parents[1]
+    rows = [line.split() for line in (__doc__ or "").splitlines() if line.startswith("    C-")]
+    assert len(rows) > 20
+    for _, _, file, name in rows:
+        assert f"def {name}(" in (tests / file).read_text(encoding="utf-8"), (file, name)

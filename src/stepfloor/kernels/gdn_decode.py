@@ -248,6 +248,12 @@ def gdn_decode_triton(
     return out.view(count, rows, -1)
 
 
+def decodes_on_cuda(constants: DeltaConstants, rows: int, device: torch.device) -> bool:
+    """Whether windows of `rows` rows of one sequence run the CUDA kernel on this GPU."""
+    bf16 = constants.norm_weight.dtype == torch.bfloat16 and constants.history == TAPS - 1
+    return _why_not_cuda(choose_plan(plan_for(constants, rows, rows), 1), device, bf16) is None
+
+
 def plan_for(constants: DeltaConstants, rows: int, kept: int) -> DeltaPlan:
     """The plan of a layer for windows of `rows` rows, with room for `kept` pending ones."""
     c = constants

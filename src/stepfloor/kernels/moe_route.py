@@ -72,13 +72,16 @@ def moe_route(products: Tensor, experts: int, topk: int, renormalize: bool) -> t
 
 def _has_cuda_kernel(products: Tensor, topk: int) -> bool:
     """A launch is kept for each number of rows, which prefill has too many of."""
+    return products.is_cuda and products.shape[0] <= MAX_ROWS and routes_on_cuda(products.device, products.dtype, topk)
+
+
+def routes_on_cuda(device: torch.device, dtype: torch.dtype, topk: int) -> bool:
+    """Whether the rows of a decode step run the CUDA kernel on this GPU."""
     return (
-        products.is_cuda
-        and products.dtype == torch.bfloat16
+        dtype == torch.bfloat16
         and topk <= MOST_CHOICES
-        and products.shape[0] <= MAX_ROWS
         and missing_for_cuda() is None
-        and torch.cuda.get_device_capability(products.device)[0] >= 9
+        and torch.cuda.get_device_capability(device)[0] >= 9
     )
 
 

@@ -224,7 +224,17 @@ def report_lines(options: ServeOptions, report: Mapping[str, Any]) -> list[str]:
         f"{report['slot_bytes'] / GIB:.2f} ({config.max_num_seqs} of up to {config.max_model_len} tokens)",
         f"floor of a step of one sequence with {config.spec_tokens} drafts: {report['step_bytes'] / 1e9:.3f} GB at the "
         f"{report['bandwidth_gbps']:.0f} GB/s this {report['device']} reads = {report['floor_ms']:.3f} ms",
-        "operators: " + ", ".join(f"{name} by {backend}" for name, backend in report["backends"].items()),
+        f"operators of a decode step: {_backends(report['backends'])}",
         f"loaded in {report['load_s']:.1f} s, warmed up in {report['warm_up_s']:.1f} s; acceptance "
         f"{config.acceptance}, prompt chunks of {config.chunk_tokens} tokens",
     ]
+
+
+def _backends(backends: Mapping[str, str]) -> str:
+    """Operators by what runs them: "Triton: embed, mtp_fuse; CUDA, streamed nvfp4: moe_down"."""
+    by: dict[str, list[str]] = {}
+    for name, backend in backends.items():
+        by.setdefault(backend, []).append(name)
+    if len(by) == 1:
+        return f"{next(iter(by))}, all of them"
+    return "; ".join(f"{backend}: {', '.join(names)}" for backend, names in sorted(by.items()))
