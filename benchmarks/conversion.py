@@ -3,6 +3,8 @@
     python3 -m benchmarks.conversion make DIRECTORY            a generated checkpoint of 12 GB with the real names
     python3 -m benchmarks.conversion run SOURCE WORK [KIND]    copy, convert, convert, copy; kill; verify
     python3 -m benchmarks.conversion kill SOURCE WORK KIND SECONDS    the kills alone, after a run
+    python3 -m benchmarks.conversion memory WORK [KIND]    peak memory at the released model's 296,145 tensors
+    python3 -m benchmarks.conversion heavy WORK            errors of every kind on heavy-tailed weights
 
 Source and work should lie on one disk. Files are dropped from the page cache before each leg, where the system allows.
 """
@@ -18,9 +20,9 @@ import sys
 import time
 from pathlib import Path
 
-from stepfloor.tools.requantize.convert import convert, destination
+# what imports torch is imported where it is used, so that a leg's memory is that of the command
 from stepfloor.weights.checkpoint import open_checkpoint
-from stepfloor.weights.conversions import MANIFEST, REPORT, plan_conversion
+from stepfloor.weights.conversions import CONVERSIONS, MANIFEST, REPORT, plan_conversion
 
 MAKE = ("--like", "full", "--format", "nvfp4", "--layers", "24", "--experts", "64", "--table-rows", "10000000")
 KILLS = 10
@@ -34,6 +36,10 @@ def main(arguments: list[str]) -> None:
         source, work, kind = Path(arguments[1]), Path(arguments[2]), arguments[3]
         killed(source, work / "killed", kind, float(arguments[4]))
         print("same bytes" if digest(work / "killed") == digest(work / "converted0") else "other bytes")
+    elif arguments[0] == "memory":
+        memory(Path(arguments[1]), arguments[2] if len(arguments) > 2 else "draft-head-nvfp4")
+    elif arguments[0] == "heavy":
+        heavy(Path(arguments[1]))
     elif arguments[0] == "leg":
         leg(arguments[1], Path(arguments[2]), Path(arguments[3]), arguments[4])
     else:
@@ -41,16 +47,85 @@ def main(arguments: list[str]) -> None:
 
 
 def leg(what: str, source: Path, final: Path, kind: str) -> None:
-    """One process: plan alone, or the whole conversion."""
-    plan = plan_conversion(open_checkpoint(source), kind)
-    if what == "plan":
-        import torch
+    """One process: torch alone, torch and the plan, or the whole conversion, imports in the command's order."""
+    plan = None if what == "torch" else plan_conversion(open_checkpoint(source), kind)
+    import torch
 
-        # what a conversion loads before its first piece
-        torch.zeros(4).to(torch.float8_e4m3fn)
-        return
-    print("begin", flush=True)
-    convert(plan, destination(str(final), final.parent, plan))
+    from stepfloor.tools.requantize.convert import convert, destination
+
+    # what a conversion loads before its first piece
+    torch.zeros(4).to(torch.float8_e4m3fn)
+    if what == "convert" and plan is not None:
+        print("begin", flush=True)
+        convert(plan, destination(str(final), final.parent, plan))
+    # VmHWM and not ru_maxrss, which a child takes over from a larger parent
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    print("peak", int(status.split("VmHWM:")[1].split()[0]) * 1024)
+
+
+def memory(work: Path, kind: str) -> dict[str, int]:
+    """Peak bytes by leg for the released NVFP4 geometry: true names, shapes and file lengths, sparse files."""
+    from tests.checkpoints import make_sparse
+
+    work.mkdir(parents=True, exist_ok=True)
+    source = work / "sparse"
+    if not source.exists():
+        make_sparse(source, "nvfp4")
+    final = work / f"sparse-{kind}"
+    peaks = {what: child(what, source, final, kind)[1] for what in ("torch", "plan", "convert")}
+    shutil.rmtree(final)
+    for what, peak in peaks.items():
+        print(f"{what}: peak {peak / 1e6:.0f} MB, {(peak - peaks['torch']) / 1e6:.0f} beyond Python and torch")
+    print(json.dumps({"conversion": kind, "cores": os.cpu_count(), "peak_bytes": peaks}))
+    return peaks
+
+
+def heavy(work: Path) -> None:
+    """Every conversion of small models whose matrices are Student's t; a table row for each class, and all findings."""
+    from stepfloor.tools.convert import plan_random, write_random
+    from stepfloor.tools.requantize.convert import convert, destination
+    from stepfloor.tools.requantize.verify import verify
+
+    work.mkdir(parents=True, exist_ok=True)
+    for degrees in (5, 3, 2):
+        source = work / f"t{degrees}"
+        write_random(plan_random("small", "bf16"), source, seed=1)
+        fatten(source, degrees)
+        checkpoint = open_checkpoint(source)
+        for kind in CONVERSIONS:
+            plan = plan_conversion(checkpoint, kind)
+            final = work / f"t{degrees}-{kind}"
+            convert(plan, destination(str(final), work, plan))
+            report = verify(final, checkpoint)
+            for c in report["classes"]:
+                rms, limit = c["relative_rms"], c["limit"]
+                print(
+                    f"| t{degrees} | {kind} | {c['class']} | {c['format']} | {c['tensors']} | "
+                    f"{rms['min']:.4f} / {rms['median']:.4f} / {rms['max']:.4f} | {limit['relative_rms']} | "
+                    f"{c['cosine_min']:.5f} | {limit['cosine']} |"
+                )
+            for finding in report["findings"]:
+                print(f"{kind}: {finding['kind']}: {finding['message']}")
+
+
+def fatten(directory: Path, degrees: int) -> None:
+    """Redraw every bf16 matrix in place from Student's t with these degrees of freedom, its standard deviation kept."""
+    import numpy
+    import torch
+
+    from stepfloor.weights.headers import read_header
+
+    draw = numpy.random.default_rng(degrees)
+    for path in sorted(directory.glob("*.safetensors")):
+        with path.open("r+b") as file:
+            for entry in read_header(path).entries.values():
+                if entry.dtype != "BF16" or len(entry.shape) < 2:
+                    continue
+                old = torch.frombuffer(entry.read(), dtype=torch.bfloat16)
+                drawn = torch.from_numpy(draw.standard_t(degrees, old.numel()))
+                new = (drawn * (old.float().std() / drawn.std())).bfloat16()
+                file.seek(entry.offset)
+                file.write(new.view(torch.uint8).numpy().tobytes())
 
 
 def run(source: Path, work: Path, kind: str) -> None:
@@ -64,8 +139,10 @@ def run(source: Path, work: Path, kind: str) -> None:
     times: dict[str, list[float]] = {"copy": [], "convert": []}
     baseline = child("plan", source, work / "none", kind)[1]
     peaks: list[int] = []
+    loads: list[float] = []
     for which in ("copy", "convert", "convert", "copy"):
         drop(source)
+        loads.append(os.getloadavg()[0])  # before the leg, whose own threads count in the next one's
         if which == "copy":
             times[which].append(plain_copy(touched, work / "copied"))
         else:
@@ -73,7 +150,9 @@ def run(source: Path, work: Path, kind: str) -> None:
             seconds, peak = child("convert", source, final, kind)
             times[which].append(seconds)
             peaks.append(peak)
-        print(f"{which}: {times[which][-1]:.1f} s, {size / times[which][-1] / 1e6:.0f} MB/s")
+        print(
+            f"{which}: {times[which][-1]:.1f} s, {size / times[which][-1] / 1e6:.0f} MB/s, load {loads[-1]:.1f} before"
+        )
     print(f"peak memory {max(peaks) / 1e6:.0f} MB, of which {baseline / 1e6:.0f} MB stand before the first piece")
     same = digest(work / "converted0") == digest(work / "converted1")
     shutil.rmtree(work / "converted1")
@@ -94,6 +173,7 @@ def run(source: Path, work: Path, kind: str) -> None:
                 "cores": os.cpu_count(),
                 "copy_s": times["copy"],
                 "convert_s": times["convert"],
+                "load": loads,
                 "ratio": sum(times["copy"]) / sum(times["convert"]),
                 "peak_bytes": max(peaks),
                 "baseline_bytes": baseline,
@@ -111,12 +191,8 @@ def run(source: Path, work: Path, kind: str) -> None:
 def child(what: str, source: Path, final: Path, kind: str) -> tuple[float, int]:
     """(seconds, peak resident bytes) of a process of its own."""
     start = time.perf_counter()
-    with subprocess.Popen(command(what, source, final, kind), stdout=subprocess.DEVNULL) as process:
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise SystemExit(f"{what} ended with {process.returncode}")
-    return time.perf_counter() - start, usage.ru_maxrss * 1024
+    done = subprocess.run(command(what, source, final, kind), stdout=subprocess.PIPE, text=True, check=True)
+    return time.perf_counter() - start, int(done.stdout.split()[-1])
 
 
 def command(what: str, source: Path, final: Path, kind: str) -> list[str]:

@@ -509,7 +509,6 @@ def _convert(
     kind: str, src: str, dst: str, leave: str, stock_vllm: bool, jobs: int | None, revision: str | None
 ) -> None:
     """Plan a conversion of what is on this disk, carry it out, and say what a reader may stumble over."""
-    from stepfloor.tools.requantize.convert import convert_with_progress, destination
     from stepfloor.weights.checkpoint import open_checkpoint
     from stepfloor.weights.conversions import STOCK_VLLM_LEAVES, plan_conversion
 
@@ -517,6 +516,9 @@ def _convert(
     if stock_vllm:
         groups += [group for group in STOCK_VLLM_LEAVES if group not in groups]
     plan = plan_conversion(open_checkpoint(_local(src, revision)), kind, groups)
+    # only now torch: what the census of 10**5 tensors took is free again
+    from stepfloor.tools.requantize.convert import convert_with_progress, destination
+
     convert_with_progress(plan, destination(dst, _hub().cache, plan), jobs)
     for note in plan.notes:
         print(f"note: {note}")

@@ -30,7 +30,7 @@ from stepfloor.tools.requantize.verify import LIMITS, verify
 from stepfloor.weights.checkpoint import INDEX, Checkpoint, open_checkpoint
 from stepfloor.weights.conversions import CONVERSIONS, MANIFEST, REPORT, plan_conversion
 from stepfloor.weights.headers import read_header
-from tests.checkpoints import Copy, make_tiny, tiny_config
+from tests.checkpoints import Copy, make_sparse, make_tiny, tiny_config
 
 FILES = 6_000  # a file as small as this makes a tiny checkpoint of many shards
 
@@ -352,6 +352,28 @@ def test_killed_at_random_moments(source: Path, tmp_path: Path) -> None:
         assert not final.exists() or contents(final) == whole
     subprocess.run(command, env={"PYTHONPATH": "src"}, check=True)
     assert contents(tmp_path / "new") == whole
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="counts peak memory in Linux' unit")
+def test_the_released_model_s_headers_stay_under_150_mb(tmp_path: Path) -> None:
+    """Guards against lists of 296,145 tensors held twice: the census and plan alone once took 271 MB beyond torch."""
+    make_sparse(tmp_path / "sparse", "nvfp4")
+    torch_alone = peak_bytes("import torch; torch.zeros(4).to(torch.float8_e4m3fn)")
+    made = ["convert", "draft-head-nvfp4", str(tmp_path / "sparse"), str(tmp_path / "new")]
+    beyond = peak_bytes(f"from stepfloor.cli import app; app({made}, standalone_mode=False)") - torch_alone
+    print(f"{beyond / 1e6:.0f} MB beyond Python and torch")
+    assert beyond < 150e6
+    assert len(json.loads((tmp_path / "new" / INDEX).read_text())["weight_map"]) > 296_000
+
+
+def peak_bytes(program: str) -> int:
+    """Of a process of its own; VmHWM and not ru_maxrss, which a child takes over from a larger parent."""
+    program += "\nprint(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={"PYTHONPATH": "src"}, stdout=subprocess.PIPE, text=True, check=True
+    )
+    return int(done.stdout.split()[-1]) * 1024
 
 
 # the verifier ------------------------------------------------------------------------------------------------------

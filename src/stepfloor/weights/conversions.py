@@ -124,6 +124,7 @@ class NewFile:
 class Plan:
     """A conversion before it is done.
 
+    source     directory of what is converted
     formats    canonical name of each converted weight -> its new format
     files      written anew; linked  names of files taken over as they are; documents  JSON files, manifest included
     digest     of everything above and of the source's files: work of one digest can be resumed
@@ -131,7 +132,7 @@ class Plan:
     """
 
     kind: str
-    source: Checkpoint
+    source: Path
     formats: dict[str, str]
     files: tuple[NewFile, ...]
     linked: tuple[str, ...]
@@ -298,7 +299,7 @@ class _Build:
                 self.drafts[path.name] = draft
             else:
                 self.linked.append(path.name)
-                self.stored |= {d.name: path.name for d, _ in draft.copies}
+                self.stored.update((d.name, path.name) for d, _ in draft.copies)
                 self.total += sum(d.nbytes for d, _ in draft.copies)
         if converts_table and shared_at is not None:
             name = f"{self.prefix}{table.name}.weight_scale_2"
@@ -315,7 +316,7 @@ class _Build:
     def plan(self, kind: str, leave: tuple[str, ...]) -> Plan:
         files = tuple(self._lay_out(name, draft) for name, draft in self.drafts.items())
         for name, draft in self.drafts.items():
-            self.stored |= {tensor.name: name for tensor in draft.tensors()}
+            self.stored.update((tensor.name, name) for tensor in draft.tensors())
             self.total += sum(tensor.nbytes for tensor in draft.tensors())
         source = _source_name(self.checkpoint.directory)
         sources = [
@@ -335,19 +336,22 @@ class _Build:
             "config.json": self._config(),
             INDEX: {
                 "metadata": {"total_size": self.total},
-                "weight_map": dict(sorted(self.stored.items())),
+                "weight_map": {name: self.stored[name] for name in sorted(self.stored)},
             },
             MANIFEST: manifest,
         }
-        told = json.dumps([documents, sources, [f.header.hex() for f in files]], sort_keys=True)
-        digest = hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
+        # the index, 32 MB of a release of single experts, follows from the headers
+        told = [documents["config.json"], manifest, sources, [hashlib.blake2b(f.header).hexdigest() for f in files]]
+        digest = hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=16).hexdigest()
         # of what the source is, not of when its files were made: the same release gives the same name everywhere
         revision = (
             source["revision"]
             or hashlib.blake2b(json.dumps([s[:2] for s in sources]).encode(), digest_size=4).hexdigest()
         )
         snapshot = f"{kind.replace('-', '')}-{revision[:8]}" + "".join(f"-no{group}" for group in leave)
-        return Plan(kind, self.checkpoint, self.formats, files, tuple(self.linked), documents, digest, snapshot)
+        return Plan(
+            kind, self.checkpoint.directory, self.formats, files, tuple(self.linked), documents, digest, snapshot
+        )
 
     def _canonical(self, stored: str) -> tuple[str, str]:
         name, part = split_name(stored)

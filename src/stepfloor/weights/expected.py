@@ -5,6 +5,7 @@ Source: tensor list of the bf16 release (its byte total follows from this list t
 """
 
 import re
+import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -48,7 +49,7 @@ def split_name(stored: str) -> tuple[str, str]:
             break
     module, _, suffix = stored.rpartition(".")
     if suffix in PARTS or suffix.endswith("scale"):
-        return module, suffix
+        return module, sys.intern(suffix)  # a few words for 10**5 names
     return stored, "weight"
 
 

@@ -91,10 +91,11 @@ def parse_header(path: Path, start: bytes, size: int) -> Header:
         return Header(path, {}, (fault,), readable=False)
     faults = _repeated_names(path.name, text, listed)
     entries: dict[str, Entry] = {}
+    shapes: _Shapes = {}
     for name, info in listed.items():
         if name == "__metadata__":
             continue
-        entry = _entry(path, 8 + length, info)
+        entry = _entry(path, 8 + length, info, shapes)
         if isinstance(entry, Entry):
             entries[name] = entry
         else:
@@ -137,7 +138,11 @@ def _repeated_names(file: str, text: bytes, listed: dict[str, Any]) -> list[str]
     return [f"{file}: {name} is listed twice in the header; export the file again" for name in sorted(repeated)]
 
 
-def _entry(path: Path, data_start: int, info: Any) -> Entry | str:
+# A release of single experts has 296,000 tensors of some twenty shapes: each kept once, not once a tensor.
+_Shapes = dict[tuple[str, tuple[int, ...]], tuple[tuple[int, ...], int]]
+
+
+def _entry(path: Path, data_start: int, info: Any, shapes: _Shapes) -> Entry | str:
     """The entry, or what is wrong with its description."""
     try:
         dtype, shape, (begin, end) = info["dtype"], tuple(info["shape"]), info["data_offsets"]
@@ -149,7 +154,9 @@ def _entry(path: Path, data_start: int, info: Any) -> Entry | str:
         return f"has dtype {dtype!r}, which no release uses"
     if not whole or begin < 0 or end - begin != wanted:
         return f"is {dtype} {list(shape)} and wants {wanted} bytes; data_offsets {[begin, end]} give another number"
-    return Entry(path, sys.intern(dtype), shape, data_start + begin, wanted)
+    dtype = sys.intern(dtype)
+    shape, nbytes = shapes.setdefault((dtype, shape), (shape, wanted))
+    return Entry(path, dtype, shape, data_start + begin, nbytes)
 
 
 def _layout_faults(file: str, entries: dict[str, Entry], data_start: int, size: int) -> list[str]:

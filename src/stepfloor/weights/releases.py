@@ -197,16 +197,14 @@ def is_layout(name: str) -> bool:
     return name.lower().startswith(f"{LAYOUT_MODEL}:")
 
 
-def _headers(plan: Plan) -> list[Header]:
-    headers: list[Header] = []
+def _headers(plan: Plan) -> Iterator[Header]:
     for file, weights in plan.files.items():
         path, position = Path(file), 0
         entries: dict[str, Entry] = {}
         for stored in _in_file_order(weights):
             entries[stored.name] = Entry(path, stored.dtype, stored.shape, position, stored.nbytes)
             position += stored.nbytes
-        headers.append(Header(path, entries, ()))
-    return headers
+        yield Header(path, entries, ())
 
 
 def layout(weights: tuple[Planned, ...]) -> tuple[bytes, dict[str, int]]:

@@ -104,7 +104,7 @@ def convert(
         written = _write_files(plan, to.partial, journal, min(jobs or os.cpu_count() or 1, MAX_JOBS), advance)
         copied = _link_files(plan, to.partial)
         for name, document in plan.documents.items():
-            _write_text(to.partial / name, json.dumps(document, indent=2) + "\n")
+            _write_document(to.partial / name, document)
         _sync_directory(to.partial)
         if to.final.exists():
             to.final.rmdir()  # empty, as seen above
@@ -245,11 +245,11 @@ def _write_unit(unit: Unit, descriptor: int, sources: SourceFiles, scales: dict[
 
 def taken_over(plan: Plan) -> list[Path]:
     """Files of the source that the result has as they are: untouched shards, tokenizer and the like."""
-    shards = [plan.source.directory / name for name in plan.linked]
+    shards = [plan.source / name for name in plan.linked]
     made = {*plan.documents, "hf_quant_config.json", MANIFEST, REPORT}
     others = [
         path
-        for path in sorted(plan.source.directory.iterdir())
+        for path in sorted(plan.source.iterdir())
         if path.suffix != ".safetensors" and path.name not in made and not path.name.startswith(".") and path.is_file()
     ]
     return shards + others
@@ -312,6 +312,14 @@ def _point(to: Destination) -> None:
         beside = to.ref.with_name(f".{to.ref.name}")
         _write_text(beside, to.final.name)
         beside.rename(to.ref)
+
+
+def _write_document(path: Path, document: dict[str, Any]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(document, file, indent=2)  # piece by piece: an index of 296,000 names is 32 MB, its pieces 100
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _write_text(path: Path, text: str) -> None:
