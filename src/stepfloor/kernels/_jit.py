@@ -234,7 +234,14 @@ def runs_triton(tensor: Tensor) -> bool:
 
     Tests call the launching function itself, on the CPU too, where Triton's interpreter runs the kernel.
     """
+    if tensor.is_cuda and not HAS_TRITON:
+        _say_without_triton()
     return HAS_TRITON and tensor.is_cuda
+
+
+@cache
+def _say_without_triton() -> None:
+    logger.warning("operators run their torch references on the GPU: Triton is not installed; run `pip install triton`")
 
 
 def dependent_launch(tensor: Tensor) -> dict[str, Any]:
