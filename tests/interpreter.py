@@ -1,35 +1,48 @@
-"""Two places where Triton's interpreter (3.6 to 3.9) computes what no GPU does, set right for the tests.
+"""Triton's interpreter with the arithmetic of a GPU where it has another: import it for its effect.
 
-float32 became bf16 by cutting bits off, where the hardware rounds to nearest, ties to even; and a dot product of bf16
-operands multiplied their bits as integers.
+Triton 3.6 to 3.9: the interpreter cuts float32 off where it should round to bf16, and multiplies the bits of bf16
+operands, as integers, in `tl.dot`. Kernels round where their references do, so tests need the real rounding.
 """
 
 from typing import Any
 
 import numpy as np
 import torch
-from triton import language as tl
+import triton
+import triton.language as tl
 from triton.runtime import interpreter
 
+EXACT = {tl.bfloat16: torch.bfloat16, tl.float8e4nv: torch.float8_e4m3fn}
 
-def mend() -> None:
-    """Replace both functions of the interpreter; once, before a kernel runs."""
-    convert, dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
+_convert = interpreter._convert_float
+_dot = interpreter.InterpreterBuilder.create_dot
 
-    def rounded(values: Any, source: Any, target: Any, mode: Any) -> Any:
-        if source != tl.float32 or target != tl.bfloat16:
-            return convert(values, source, target, mode)
-        flat = np.ascontiguousarray(values, dtype=np.float32).reshape(-1)
-        return torch.from_numpy(flat).to(torch.bfloat16).view(torch.uint16).numpy().reshape(values.shape)
 
-    def widened(operand: Any) -> Any:
-        if operand.dtype.scalar != tl.bfloat16:
-            return operand
-        values = convert(operand.data, tl.bfloat16, tl.float32, None).view(np.float32)
-        return interpreter.TensorHandle(values, tl.float32)
+def _rounding(data: np.ndarray, source: Any, target: Any, mode: Any) -> np.ndarray:
+    if source == tl.float32 and target in EXACT:
+        rounded = torch.from_numpy(np.array(data, dtype=np.float32)).to(EXACT[target])
+        bits = torch.int16 if target == tl.bfloat16 else torch.int8
+        return rounded.view(bits).numpy().view(np.uint16 if target == tl.bfloat16 else np.uint8)
+    if source == tl.float8e4nv and target == tl.float32:
+        return torch.from_numpy(np.array(data, dtype=np.uint8)).view(torch.float8_e4m3fn).float().numpy()
+    if source == tl.float8e4nv and target == tl.bfloat16:
+        return _rounding(_rounding(data, source, tl.float32, mode), tl.float32, target, mode)
+    return _convert(data, source, target, mode)
 
-    def dotted(builder: Any, a: Any, b: Any, *rest: Any) -> Any:
-        return dot(builder, widened(a), widened(b), *rest)
 
-    interpreter._convert_float = rounded
-    interpreter.InterpreterBuilder.create_dot = dotted
+def _float_dot(self: Any, a: Any, b: Any, d: Any, precision: Any, imprecise: Any) -> Any:
+    """bf16 operands become float32; every sum runs over the whole of K by itself, so no row depends on its place."""
+
+    def single(handle: Any) -> np.ndarray:
+        wide = self.cast_impl(handle, tl.float32) if handle.dtype.scalar == tl.bfloat16 else handle
+        return wide.data.reshape(handle.data.shape)
+
+    if {a.dtype.scalar, b.dtype.scalar} <= {tl.bfloat16, tl.float32}:
+        product = np.einsum("ik,kj->ij", single(a), single(b), optimize=False) + d.data
+        return interpreter.TensorHandle(product.astype(d.data.dtype), d.dtype.scalar)
+    return _dot(self, a, b, d, precision, imprecise)
+
+
+if triton.knobs.runtime.interpret:
+    interpreter._convert_float = _rounding
+    interpreter.InterpreterBuilder.create_dot = _float_dot

@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import tests.kernels.interpreter  # noqa: F401 (rounds as a GPU does)
-
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 REAL = [
     pytest.mark.gpu,

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import tests.kernels.interpreter  # noqa: F401
 from stepfloor.kernels.qsa_attend import (
     kept_positions,
     qsa_attend,

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import tests.kernels.interpreter  # noqa: F401 (tl.sum and its like run there)
 from stepfloor.kernels import _noise
 from stepfloor.kernels._jit import start, tl, triton
 from stepfloor.kernels._logits import log_softmax_reference, processed_reference, scale_reference

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import tests.kernels.interpreter  # noqa: F401 (tl.sum and its like run there)
 from stepfloor.kernels import accept_drafts, count_tokens, draw_tokens, match_drafts, process_logits
 from stepfloor.request import SamplingParams
 from stepfloor.sampler.sampler import Sampler
