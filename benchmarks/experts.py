@@ -1,6 +1,6 @@
 """Routed experts on one GPU: right first, then timed; the best plan for each number of rows is printed.
 
-    PYTHONPATH=src python3 -m benchmarks.experts [--quick] [--json FILE]
+    PYTHONPATH=src python3 -m benchmarks.experts [--quick] [--rows 4,16 --decode-only] [--json FILE]
 
 1. Every family is checked in a process of its own: float64, NaN around the rows, a row's bits for every M and plan,
    beside other rows and alone; and chains in which kernels start early. What is wrong gets no times.
@@ -68,11 +68,16 @@ GATE_UP_BYTES, DOWN_BYTES = 2 * WIDTH * D * 9 // 16, D * WIDTH * 9 // 16
 CHECKED_ROWS = (1, 2, 4, 8, 16, 64, 80)
 # rows, distinct experts: uniform choices, and the overlap reported of real routing
 CASES = ((1, 10), (4, 33), (4, 39), (8, 74), (16, 138), (64, 367))
-TARGETS = {(1, 10): 14.5, (4, 33): 36.5, (4, 39): 42.9}  # the prototype's pair, us
 FAMILIES = ("gate_up", "gather", "down", "spill", "chain", "route")
 QUICK_FAMILIES = ("chain", "route")
 CHAIN_ROWS = (1, 4, 8, 16, 64)
-CHAIN_PLANS = (("lean x 1", "4/8/2"), ("lean x 1", "8/8/1"), ("held x 1", "8/6/1"), ("gather x 1", "4/16/1"))
+CHAIN_PLANS = (
+    ("lean x 1", "4/8/2/2"),
+    ("lean x 1", "8/8/1/2"),
+    ("held x 1", "8/6/1/2"),
+    ("gather 2 x 2", "8/8/2/2"),
+    ("gather 2 x 1", "4/16/1/2"),
+)
 LAYERS = 12
 PART_LIMIT_S = 60
 
@@ -90,7 +95,8 @@ def main() -> int:
     faulthandler.dump_traceback_later(options.limit_s, exit=True)
     begin = time.perf_counter()
     say(describe(device, None))
-    warming = [start_part(part, options, rounds=1) for part in PARTS]  # fills Triton's cache meanwhile
+    # fills Triton's cache meanwhile
+    warming = [] if options.decode_only else [start_part(part, options, rounds=1) for part in PARTS]
     compile_all(options, device)
     say(f"[{time.perf_counter() - begin:5.1f} s] kernels compiled")
     passed = check_all(options.cache_dir, families)
@@ -100,13 +106,12 @@ def main() -> int:
     reads = read_bandwidth(device)
     say(f"read bandwidth of this run {reads / 1e12:.2f} TB/s; fractions below are of {options.bandwidth / 1e12:.2f}")
     torch.cuda.empty_cache()
-    grouped, failed_parts = run_parts(options)
-    say(f"[{time.perf_counter() - begin:5.1f} s] {', '.join(PARTS)} done")
+    grouped, failed_parts = ([], set[str]()) if options.decode_only else run_parts(options)
     table: list[dict[str, object]] = []
     for experts in () if options.quick else (128, EXPERTS):
         weights = Layers(experts, LAYERS if experts == 128 else 3, device, options.cache_dir)
         for rows, distinct in CASES:
-            if (experts == 128) == (distinct <= 128):
+            if rows in options.rows and (experts == 128) == (distinct <= 128):
                 table += time_case(rows, distinct, weights, passed, options, device)
                 say(f"[{time.perf_counter() - begin:5.1f} s] {rows} rows, {distinct} experts done")
         del weights
@@ -158,6 +163,8 @@ def parse() -> argparse.Namespace:
     """Arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rows", type=lambda s: [int(v) for v in s.split(",")], default=[rows for rows, _ in CASES])
+    parser.add_argument("--decode-only", action="store_true", help="part 3 is left out")
     parser.add_argument("--bandwidth", type=float, default=4.65e12)
     parser.add_argument("--cache-dir", type=Path, default=Path(tempfile.gettempdir()) / "stepfloor-kernels")
     parser.add_argument("--json", type=Path)
@@ -172,27 +179,39 @@ def parse() -> argparse.Namespace:
 
 
 def gate_up_plans(rows: int) -> dict[str, GateUpPlan]:
-    """The kernels that can serve this many rows."""
+    """The kernels that can serve this many rows; `gather 2 x 3`: groups of 2 pairs, 3 slots of a warp."""
     capacity = capacity_for(rows)
     base = GateUpPlan(D, WIDTH, EXPERTS, TOPK, capacity, capacity > 8, 2)
-    found = {f"gather x {slots}": replace(base, gather=True, slots=slots) for slots in (1, 2, 3)}
+    found: dict[str, GateUpPlan] = {}
+    for group in groups_for(rows):
+        for slots in (1, 2, 3, 4):
+            plan = replace(base, gather=True, slots=slots, group=group)
+            found[f"gather {group} x {slots}"] = plan
+            if 3 * plan.shared_bytes <= SHARED_LIMIT:
+                found[f"lean gather {group} x {slots}"] = replace(plan, lean=True)
     if capacity <= 8:
         found |= {f"held x {slots}": replace(base, slots=slots) for slots in (1, 2, 3, 4)}
         found |= {f"lean x {slots}": replace(base, slots=slots, lean=True) for slots in (1, 2)}
     return {name: plan for name, plan in found.items() if plan.shared_bytes <= SHARED_LIMIT}
 
 
-def down_plans(rows: int, multiprocessors: int, shared_k: int = WIDTH) -> dict[str, DownPlan]:
-    """The kernels that can serve this many rows, named by blocks of a cluster, warps of a block and slots of a warp."""
+def groups_for(rows: int) -> tuple[int, ...]:
+    """Most pairs of an entry worth trying: what few experts exceed, so that few are read twice."""
+    return (1,) if rows == 1 else (2, 8) if rows <= 16 else (2, 3, 4, 8)
+
+
+def down_plans(rows: int, multiprocessors: int) -> dict[str, DownPlan]:
+    """The kernels that can serve this many rows: blocks of a cluster, warps of a block, slots of a warp, pairs."""
     stand_in = stand_ins()[1]
     found: dict[str, DownPlan] = {}
     for cluster, warps in ((4, 8), (4, 16), (8, 8), (8, 6)):
         for slots in (1, 2, 3, 4):
-            plan = plan_down(stand_in, shared_k, TOPK, rows, multiprocessors, cluster, warps)
-            plan = replace(plan, slots=slots)
-            wanted = 2 if cluster == 8 else 1
-            if plan.shared_bytes <= SHARED_LIMIT and plan.per_multiprocessor >= wanted:
-                found[f"{cluster}/{warps}/{slots}"] = plan
+            for group in groups_for(rows):
+                plan = plan_down(stand_in, WIDTH, TOPK, rows, multiprocessors, cluster, warps)
+                plan = replace(plan, slots=slots, group=min(group, plan.rows))
+                wanted = 2 if cluster == 8 else 1
+                if plan.shared_bytes <= SHARED_LIMIT and plan.per_multiprocessor >= wanted:
+                    found[f"{cluster}/{warps}/{slots}/{plan.group}"] = plan
     return found
 
 
@@ -220,11 +239,7 @@ def compile_all(options: argparse.Namespace, device: torch.device) -> None:
     for rows in CHAIN_ROWS:
         wanted |= {plan for pair in chain_plans(rows, count).values() for plan in pair}
     for rows in () if options.quick else CAPACITIES:
-        wanted |= {
-            *gate_up_plans(rows).values(),
-            *down_plans(rows, count).values(),
-            *down_plans(rows, count, 0).values(),
-        }
+        wanted |= {*gate_up_plans(rows).values(), *down_plans(rows, count).values()}
     arch = device_arch(device)
     jobs = [(plan, arch, options.cache_dir) for plan in sorted(wanted, key=str)]
     spawn = multiprocessing.get_context("spawn")  # a forked child would share the CUDA context
@@ -368,7 +383,7 @@ def check_gate_up(family: str, cache_dir: Path, device: torch.device) -> tuple[f
         f"{capacity} {name}": plan
         for capacity in (80, 16, 8, 4, 2, 1)
         for name, plan in gate_up_plans(capacity).items()
-        if name.startswith("gather") == (family == "gather") or name == "gather x 1"
+        if ("gather" in name) == (family == "gather") or name == "gather 2 x 1"
     }
     worst, found = check_outputs("gate_up", {name: output(plan) for name, plan in plans.items()}, exact, bound)
     return worst, len(plans), errors + found
@@ -388,33 +403,28 @@ def check_down(family: str, cache_dir: Path, device: torch.device) -> tuple[floa
     matrix = PackedWeight("bf16", (D, WIDTH), (rand(D, WIDTH) / WIDTH**0.5))
     shared = pack_shared(matrix)
     out, size = pair_products(hidden, ids, weight)
-    routed = (out * weights.double()[..., None]).sum(1)
-    magnitudes = (size * weights.double()[..., None]).sum(1)
-    product = gate.double() * (rows.double() @ matrix.data.double().T)
-    with_shared = magnitudes + gate.double() * (rows.double().abs() @ matrix.data.double().abs().T)
+    exact = (out * weights.double()[..., None]).sum(1) + gate.double() * (rows.double() @ matrix.data.double().T)
+    sizes = (size * weights.double()[..., None]).sum(1)
+    sizes += gate.double() * (rows.double().abs() @ matrix.data.double().abs().T)
     terms = (WIDTH + TOPK + 14) * 2.0**-24  # float32 sums of so many terms
     count = torch.cuda.get_device_properties(device).multi_processor_count
 
     def output(plan: DownPlan) -> Callable[[Tensor], Tensor]:
         def go(some: Tensor) -> Tensor:
-            few = (rows[some], gate[some], shared) if plan.shared_k else None
+            few = (rows[some], gate[some], shared)
             return down_rows(hidden[some], ids[some], weights[some], tiled, few, plan)
 
         return go
 
-    errors: list[str] = []
-    worst, number = 0.0, 0
-    for shared_k, exact, sizes in ((WIDTH, routed + product, with_shared), (0, routed, magnitudes)):
-        plans = {
-            f"{capacity} {name}": plan
-            for capacity in ((80, 16, 1) if family == "spill" else (16, 8, 4, 2, 1))
-            for name, plan in down_plans(capacity, count, shared_k).items()
-            if family == "down" or capacity == 80 or name == "4/8/2"
-        }
-        bound = exact.abs() * 2**-8 + sizes * terms
-        error, found = check_outputs(f"down {shared_k}", {n: output(p) for n, p in plans.items()}, exact, bound)
-        worst, number, errors = max(worst, error), number + len(plans), errors + found
-    return worst, number, errors
+    plans = {
+        f"{capacity} {name}": plan
+        for capacity in ((80, 16, 1) if family == "spill" else (16, 8, 4, 2, 1))
+        for name, plan in down_plans(capacity, count).items()
+        if family == "down" or capacity == 80 or name == "4/8/2/2"
+    }
+    bound = exact.abs() * 2**-8 + sizes * terms
+    worst, errors = check_outputs("down", {n: output(p) for n, p in plans.items()}, exact, bound)
+    return worst, len(plans), errors
 
 
 def check_chain(cache_dir: Path, device: torch.device) -> list[str]:
@@ -564,23 +574,22 @@ def time_case(
     firsts = {
         name: plan
         for name, plan in gate_up_plans(rows).items()
-        if ("gather" if name.startswith("gather") else "gate_up") in passed
+        if ("gather" if "gather" in name else "gate_up") in passed
     }
-    seconds = {f"{name}": plan for name, plan in down_plans(rows, count).items()}
-    seconds |= {f"{name} no shared": plan for name, plan in down_plans(rows, count, 0).items()}
+    seconds = down_plans(rows, count)
     if ("down" if small else "spill") not in passed:
         seconds = {}
     first_arguments = [gate_up_arguments(x[i], ids[i], weights.gate_up[i], hidden[i]) for i in layers]
-    scratch = next((down_scratch(plan, device) for plan in seconds.values() if plan.shared_k), None)
+    scratch = next((down_scratch(plan, device) for plan in seconds.values()), None)
 
-    def second_arguments(plan: DownPlan) -> list[bytes]:
+    def second_arguments() -> list[bytes]:
         return [
             down_arguments(
                 hidden[i],
                 ids[i],
                 choice,
                 weights.down[i],
-                (shared_rows, gate, weights.shared[i]) if plan.shared_k else None,
+                (shared_rows, gate, weights.shared[i]),
                 scratch,
                 x[i + 1],
             )
@@ -590,7 +599,7 @@ def time_case(
     def graph_of(first: GateUpPlan | None, second: DownPlan | None, dependent: bool = True) -> torch.cuda.CUDAGraph:
         one = None if first is None else gate_up_launch(first, device, cache, dependent)
         two = None if second is None else down_launch(second, device, cache, dependent)
-        tails = [] if second is None else second_arguments(second)
+        tails = [] if second is None else second_arguments()
 
         def run() -> None:
             for i in layers:
@@ -605,7 +614,6 @@ def time_case(
     floors = {
         "gate_up": distinct * GATE_UP_BYTES,
         "down": distinct * DOWN_BYTES + 2 * D * WIDTH,
-        "down no shared": distinct * DOWN_BYTES,
     }
     table: list[dict[str, object]] = []
 
@@ -618,22 +626,20 @@ def time_case(
     graphs = {name: graph_of(plan, None) for name, plan in firsts.items()}
     alone = medians_us(graphs, weights.count, options.rounds) if graphs else {}
     add("gate_up", alone, floors["gate_up"])
-    fused = {name: plan for name, plan in seconds.items() if plan.shared_k}
-    plain = {name: plan for name, plan in seconds.items() if not plan.shared_k}
-    for part, plans in (("down", fused), ("down no shared", plain)):
-        graphs = {name: graph_of(None, plan) for name, plan in plans.items()}
-        add(part, medians_us(graphs, weights.count, options.rounds) if graphs else {}, floors[part])
-    lead = sorted(alone, key=lambda name: alone[name])[:2]
-    lead += [name for name in alone if name.startswith("lean") and name not in lead]
-    for part, plans in (("down", fused), ("down no shared", plain)):
-        graphs = {f"{a} + {b}": graph_of(firsts[a], plan) for a in lead for b, plan in plans.items()}
-        times = medians_us(graphs, weights.count, options.rounds) if graphs else {}
-        read = floors["gate_up"] + floors[part]
-        add(part.replace("down", "pair"), times, read)
-        if times and part == "down":
-            a, b = min(times, key=lambda name: times[name]).split(" + ")
-            late = {f"{a} + {b}, no PDL": graph_of(firsts[a], plans[b], False)}
-            add("pair late", medians_us(late, weights.count, options.rounds), read)
+    graphs = {name: graph_of(None, plan) for name, plan in seconds.items()}
+    second = medians_us(graphs, weights.count, options.rounds) if graphs else {}
+    add("down", second, floors["down"])
+    lead = sorted(alone, key=lambda name: alone[name])[:4]
+    lead += [name for name in alone if "lean" in name and name not in lead][:2]
+    follow = sorted(second, key=lambda name: second[name])[:4]
+    graphs = {f"{a} + {b}": graph_of(firsts[a], seconds[b]) for a in lead for b in follow}
+    times = medians_us(graphs, weights.count, options.rounds) if graphs else {}
+    read = floors["gate_up"] + floors["down"]
+    add("pair", times, read)
+    if times:
+        a, b = min(times, key=lambda name: times[name]).split(" + ")
+        late = {f"{a} + {b}, no PDL": graph_of(firsts[a], seconds[b], False)}
+        add("pair late", medians_us(late, weights.count, options.rounds), read)
     return table
 
 
@@ -653,24 +659,20 @@ def time_route(options: argparse.Namespace, device: torch.device) -> dict[int, f
 
 
 def report(table: list[dict[str, object]]) -> dict[str, dict[str, object]]:
-    """Print the three best of everything and the targets; returns the best of each part."""
+    """Print the six best of everything; returns the best of each part."""
     best: dict[str, dict[str, object]] = {}
     say(f"{'rows':>4} {'experts':>7}  {'part':<15} {'kernel':<34} {'us':>7} {'floor':>7} {'share':>6}")
     for rows, distinct in CASES:
-        for part in ("gate_up", "down", "down no shared", "pair", "pair late", "pair no shared"):
+        for part in ("gate_up", "down", "pair", "pair late"):
             found = [r for r in table if (r["rows"], r["experts"], r["part"]) == (rows, distinct, part)]
             found.sort(key=lambda r: float(str(r["us"])))
-            for r in found[: 3 if part != "down no shared" else 1]:
+            for r in found[:6]:
                 say(
                     f"{rows:4} {distinct:7}  {part:<15} {r['kernel']!s:<34} {r['us']!s:>7} {r['floor_us']!s:>7} "
                     f"{r['fraction']!s:>6}"
                 )
             if found:
                 best[f"{rows}/{distinct}/{part}"] = {key: found[0][key] for key in ("kernel", "us", "fraction")}
-            if part == "pair no shared" and found and (rows, distinct) in TARGETS:
-                wanted = TARGETS[rows, distinct]
-                verdict = "reached" if float(str(found[0]["us"])) <= wanted else "MISSED"
-                say(f"     target of the pair without shared expert, {wanted} us: {verdict}")
     return best
 
 

@@ -188,10 +188,10 @@ def capacities_up_to(rows: int) -> list[int]:
     return [c for c in CAPACITIES if c <= capacity_for(min(rows, MAX_ROWS))]
 
 
-def list_bytes(experts: int, topk: int, rows: int) -> int:
-    """Size of ExpertList in include/experts.cuh, rounded up to 16."""
+def list_bytes(experts: int, topk: int, rows: int, group: int) -> int:
+    """Size of ExpertList in include/experts.cuh, rounded up to 16; group  most pairs of an entry."""
     pairs = rows * topk
-    return -(-(4 * experts * -(-rows // 32) + 128 + 2 * experts + 22 * pairs) // 16) * 16
+    return -(-(4 * experts * -(-rows // 32) + 128 + 2 * experts + (6 + 2 * group) * pairs) // 16) * 16
 
 
 def why_not_tiled(weight: PackedWeight, device: torch.device) -> str | None:

@@ -18,23 +18,23 @@
 // STEPS           64-column steps of half of the columns
 // CLUSTER, TILES  blocks that share tiles; tiles of a cluster
 // WARPS, SLOTS    warps of a block; pieces of a warp in shared memory
-// ROWS            most rows; SPILL  whether what pairs get lies in global memory
+// ROWS, GROUP     most rows; most pairs of an entry of the list
+// SPILL           whether what pairs get lies in global memory
 // PER_SM          blocks of a multiprocessor
 
 constexpr int THREADS = WARPS * 32;
 constexpr int PIECE_BYTES = STEPS * 576;
-constexpr int COLUMNS = ROWS < 8 ? ROWS : 8;
 constexpr int ROW_PITCH = STEPS * 128 + 64;
-constexpr int SLOT_BYTES = PIECE_BYTES + COLUMNS * ROW_PITCH;
+constexpr int SLOT_BYTES = PIECE_BYTES + GROUP * ROW_PITCH;
 constexpr int PAIRS = ROWS * TOPK;
 constexpr int SHARED_STEPS = (SHARED_K + 63) / 64;
 constexpr int LINES = 2 * PAIRS + SHARED_STEPS * ROWS;  // of 16 sums
 constexpr int OWNED = (TILES + CLUSTER - 1) / CLUSTER;  // tiles that one block adds up
 constexpr int TEAMS = CLUSTER * WARPS / 2;
 constexpr bool PADDED = 2 * STEPS * 64 > K;
-static_assert(2 * STEPS * 64 >= K && K % 16 == 0 && N % (16 * TILES) == 0 && SHARED_K % 16 == 0 && WARPS % 2 == 0, "plan");
+static_assert(2 * STEPS * 64 >= K && K % 16 == 0 && N % (16 * TILES) == 0 && SHARED_K % 16 == 0 && WARPS % 2 == 0 && GROUP <= 8, "plan");
 
-using List = ExpertList<EXPERTS, TOPK, ROWS, THREADS>;
+using List = ExpertList<EXPERTS, TOPK, ROWS, GROUP, THREADS>;
 static_assert(sizeof(List) <= LIST_BYTES && LIST_BYTES - sizeof(List) < 16, "plan");
 
 struct Arguments {
@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) moe_down_kernel(co
     const int entry = unit / TILES;
     if (row_bytes > 0)
       for (int i = 0; i < list.count[entry]; i++)
-        bulk_copy_kept(ring + slot * SLOT_BYTES + PIECE_BYTES + i * ROW_PITCH, a.hidden + (u64)list.pair[entry * 8 + i] * K + column,
+        bulk_copy_kept(ring + slot * SLOT_BYTES + PIECE_BYTES + i * ROW_PITCH, a.hidden + (u64)list.pair[entry * GROUP + i] * K + column,
                        row_bytes, barriers + 8 * slot);
   };
   if (lane == 0)
@@ -160,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) moe_down_kernel(co
 #pragma unroll
     for (int i = 0; i < 2; i++)
       if (2 * t + i < live) {
-        const int line = half * PAIRS + list.pair[entry * 8 + 2 * t + i];
+        const int line = half * PAIRS + list.pair[entry * GROUP + 2 * t + i];
         put(unit % TILES, line, g, even[i] + odd[i]);
         put(unit % TILES, line, g + 8, even[2 + i] + odd[2 + i]);
       }

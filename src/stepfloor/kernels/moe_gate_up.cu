@@ -12,7 +12,8 @@
 // K, CHANNELS     columns; gate rows, as many up rows
 // EXPERTS, TOPK   experts; choices of a row
 // STEPS           64-column steps of a warp
-// ROWS            most rows; GATHER  whether rows of x are copied beside the weights
+// ROWS, GROUP     most rows; most pairs of an entry of the list
+// GATHER          whether rows of x are copied beside the weights
 // SLOTS           pieces of a warp in shared memory
 // PER_SM          blocks of a multiprocessor
 
@@ -20,14 +21,14 @@ constexpr int WARPS = 8;
 constexpr int THREADS = WARPS * 32;
 constexpr int TILES = CHANNELS / 8;
 constexpr int PIECE_BYTES = STEPS * 576;
-constexpr int COLUMNS = GATHER ? 8 : ROWS;
+constexpr int COLUMNS = GATHER ? GROUP : ROWS;
 constexpr int ROW_PITCH = STEPS * 128 + 64;  // 4 modulo 8 units of 16 bytes: no bank conflict
-constexpr int SLOT_BYTES = PIECE_BYTES + (GATHER ? 8 * ROW_PITCH : 0);
+constexpr int SLOT_BYTES = PIECE_BYTES + (GATHER ? GROUP * ROW_PITCH : 0);
 constexpr int SUMS = 16 * (COLUMNS + 1);  // floats of a warp
 constexpr bool PADDED = WARPS * STEPS * 64 > K;
-static_assert(WARPS * STEPS * 64 >= K && K % 16 == 0 && CHANNELS % 8 == 0 && (GATHER || ROWS <= 8), "plan");
+static_assert(WARPS * STEPS * 64 >= K && K % 16 == 0 && CHANNELS % 8 == 0 && GROUP <= 8 && (GATHER || ROWS <= 8), "plan");
 
-using List = ExpertList<EXPERTS, TOPK, ROWS, THREADS>;
+using List = ExpertList<EXPERTS, TOPK, ROWS, GROUP, THREADS>;
 static_assert(sizeof(List) <= LIST_BYTES && LIST_BYTES - sizeof(List) < 16, "plan");
 
 struct Arguments {
@@ -80,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) moe_gate_up_kernel
     bulk_copy(to, from, PIECE_BYTES, barrier, policy);
     if (GATHER && bytes > 0)
       for (int i = 0; i < live; i++)
-        bulk_copy_kept(to + PIECE_BYTES + i * ROW_PITCH, a.x + list.pair[entry * 8 + i] / TOPK * a.x_stride + column, bytes, barrier);
+        bulk_copy_kept(to + PIECE_BYTES + i * ROW_PITCH, a.x + list.pair[entry * GROUP + i] / TOPK * a.x_stride + column, bytes, barrier);
     next += gridDim.x;
   };
   if (lane == 0)
@@ -125,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) moe_gate_up_kernel
     named_barrier_sync(duty + 1, THREADS);
     const float scale = SCALE_REST * a.scale[list.expert[entry]];
     for (int e = lane; e < 8 * live; e += 32) {
-      const int channel = e % 8, pair = list.pair[entry * 8 + e / 8], from = GATHER ? e / 8 : pair / TOPK;
+      const int channel = e % 8, pair = list.pair[entry * GROUP + e / 8], from = GATHER ? e / 8 : pair / TOPK;
       float gate = 0.f, up = 0.f;
 #pragma unroll
       for (int i = 0; i < WARPS; i++) {

@@ -44,9 +44,9 @@ template <int LIMIT> DEVICE Words load_columns(const u16* row, int column) {
   return v;
 }
 
-// The distinct experts of all rows, ascending but for a single row, each with up to 8 of the pairs (row * choices of a row + choice) that chose it;
-// an expert with more has several entries. The same in every block. A row's experts must differ from each other.
-template <int EXPERT_COUNT, int CHOICES, int MOST_ROWS, int BLOCK_THREADS> struct ExpertList {
+// The distinct experts of all rows, ascending but for a single row, each with up to MOST_PAIRS of the pairs (row * choices of a row + choice)
+// that chose it; an expert with more has several entries. The same in every block. A row's experts must differ from each other.
+template <int EXPERT_COUNT, int CHOICES, int MOST_ROWS, int MOST_PAIRS, int BLOCK_THREADS> struct ExpertList {
   static constexpr int WORDS = (MOST_ROWS + 31) / 32;
   static constexpr int PAIRS = MOST_ROWS * CHOICES;
   static constexpr int RUN = (EXPERT_COUNT + BLOCK_THREADS - 1) / BLOCK_THREADS;
@@ -57,7 +57,7 @@ template <int EXPERT_COUNT, int CHOICES, int MOST_ROWS, int BLOCK_THREADS> struc
   u16 chosen[PAIRS];      // expert of a pair
   u16 expert[PAIRS];      // of an entry
   u16 count[PAIRS];       // pairs of an entry
-  u16 pair[PAIRS * 8];    // of an entry
+  u16 pair[PAIRS * MOST_PAIRS];  // of an entry
 
   // Before the first ids are read; build() synchronises.
   DEVICE void clear() {
@@ -81,7 +81,7 @@ template <int EXPERT_COUNT, int CHOICES, int MOST_ROWS, int BLOCK_THREADS> struc
         const u32 id = (u32)load_global_u64(ids + j);
         chosen[j] = expert[j] = id < EXPERT_COUNT ? id : EXPERT_COUNT - 1;
         count[j] = 1;
-        pair[j * 8] = j;
+        pair[j * MOST_PAIRS] = j;
       }
       __syncthreads();
       return CHOICES;
@@ -106,7 +106,7 @@ template <int EXPERT_COUNT, int CHOICES, int MOST_ROWS, int BLOCK_THREADS> struc
 #pragma unroll
     for (int i = 0; i < RUN; i++) {
       const int e = threadIdx.x * RUN + i;
-      if (e < EXPERT_COUNT) entries += (routed(e) + 7) / 8;
+      if (e < EXPERT_COUNT) entries += (routed(e) + MOST_PAIRS - 1) / MOST_PAIRS;
     }
     int sum = entries;
 #pragma unroll
@@ -127,9 +127,9 @@ template <int EXPERT_COUNT, int CHOICES, int MOST_ROWS, int BLOCK_THREADS> struc
       const int e = threadIdx.x * RUN + i;
       if (e >= EXPERT_COUNT) break;
       first[e] = at;
-      for (int left = routed(e); left > 0; left -= 8, at++) {
+      for (int left = routed(e); left > 0; left -= MOST_PAIRS, at++) {
         expert[at] = e;
-        count[at] = min(left, 8);
+        count[at] = min(left, MOST_PAIRS);
       }
     }
     __syncthreads();
@@ -144,7 +144,7 @@ template <int EXPERT_COUNT, int CHOICES, int MOST_ROWS, int BLOCK_THREADS> struc
         if (word < row / 32) place += __popc(others);
         if (word == row / 32) place += __popc(others & ((1u << (row % 32)) - 1));
       }
-      pair[(first[mine[i]] + place / 8) * 8 + place % 8] = p;
+      pair[(first[mine[i]] + place / MOST_PAIRS) * MOST_PAIRS + place % MOST_PAIRS] = p;
     }
     __syncthreads();
     return all;
