@@ -49,10 +49,10 @@ from stepfloor.kernels.linear import (
     StreamedWeight,
     Variant,
     choose_variant,
+    group_variant,
     kernel_macros,
     launch_for,
     pack_arguments,
-    panel_stage_steps,
     plan_stream,
     shared_bytes,
     spread_variant,
@@ -90,8 +90,8 @@ TARGETS = {
 }
 MANY_ROWS_TARGET = 1 / 1.3  # of the floor at M=64
 ROTATED_BYTES = 250e6  # four times the L2
-PATHS = ("ring", "passes", "cluster", "panel", "wide", "spread")
-FAMILIES = (*PATHS, *(f"{name}{kind}" for name in FORMATS if name != "bf16" for kind in ("", " spread")))
+PATHS = ("ring", "passes", "cluster", "wide", "spread", "group")
+FAMILIES = (*PATHS, *(f"{name}{kind}" for name in FORMATS if name != "bf16" for kind in ("", " spread", " group")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,9 +303,11 @@ def other_variants(plan: StreamPlan, rows: int, chosen: Variant, quick: bool) ->
         found["tiles of 16"] = Variant(1, True)
         if plan.passes == 1 and plan.format != "fp8_block":
             found["tiles"] = Variant(tiles, True)
-    stage_steps = panel_stage_steps(plan)
-    if stage_steps:
-        found["panel"] = Variant(tiles, True, stage_steps, 3)
+    group = group_variant(plan, tiles) if rows > 16 else None
+    if group is not None:
+        found["group"] = group
+        found["group, 6 stages"] = replace(group, stages=6)
+        found["group, 12 stages"] = replace(group, stages=12)
     kept: dict[str, Variant] = {}
     for name, variant in found.items():
         fits = shared_bytes(plan, variant) <= SHARED_LIMIT
@@ -317,11 +319,11 @@ def other_variants(plan: StreamPlan, rows: int, chosen: Variant, quick: bool) ->
 def family_of(plan: StreamPlan, variant: Variant) -> str:
     """Which check stands for a kernel."""
     if plan.format != "bf16":
-        return plan.format + (" spread" if variant.together else "")
+        return plan.format + (" spread" if variant.together else " group" if variant.stage_steps else "")
     if variant.together:
         return "spread"
     if variant.stage_steps:
-        return "panel"
+        return "group"
     if variant.tiles > 1:
         return "wide"
     if plan.split > 1:
@@ -351,6 +353,11 @@ def checked_plans(family: str, quick: bool, device: torch.device) -> list[tuple[
             if variants:
                 found.append((p, [tall, *dict.fromkeys(variants)]))
         return found
+    if family.endswith("group"):
+        grouped = {p: [group_variant(p, tiles) for tiles in (2, 3, 4, 5)] for p in [*every, *odd]}
+        return [
+            (p, [tall, *(v for v in variants if v is not None)]) for p, variants in grouped.items() if any(variants)
+        ]
     if family in CODINGS:
         tiles = [Variant(tiles, True) for tiles in (2, 5)]
         return [(p, [short, tall, *(tiles if p.passes == 1 and family != "fp8_block" else [])]) for p in [*every, *odd]]
@@ -360,9 +367,6 @@ def checked_plans(family: str, quick: bool, device: torch.device) -> list[tuple[
         return [(p, [short, tall]) for p in [*(p for p in every if p.passes > 1), *odd]]
     if family == "cluster":
         return [(p, [short, tall]) for p in every if p.split > 1]
-    if family == "panel":
-        panels = [p for p in [*every, odd[0]] if panel_stage_steps(p) and p.slots == 3]
-        return [(p, [tall, *(Variant(t, True, panel_stage_steps(p), 3) for t in (1, 4, 5))]) for p in panels]
     wide_plans = [*single, plan_stream(336, 10240, count)]
     return [(p, [tall, *(Variant(tiles, True) for tiles in (2, 4, 5))]) for p in dict.fromkeys(wide_plans)]
 

@@ -29,7 +29,6 @@ from stepfloor.kernels.linear import (
     linear,
     linear_inputs,
     linear_repack,
-    panel_stage_steps,
     plan_stream,
     shared_bytes,
     spread_clusters,
@@ -195,15 +194,17 @@ def test_plans_of_the_model(n: int, k: int, name: str) -> None:
         assert (other.split, other.slices, other.steps, other.grain) == order
 
 
-def test_many_rows_go_to_the_spread_kernel() -> None:
+def test_many_rows_are_one_reading_of_the_weights() -> None:
     """17 to 80 rows through tiles of 16 would read the weights once for each."""
     for name in ("bf16", "fp8_channel", "mxfp8", "nvfp4"):
         for n, k in ((248320, 2560), (16480, 2560), (2560, 6144), (1793, 2560)):
             plan = plan_stream(n, k, 132, format_name=name)
             for rows in (17, 33, 64, 80):
-                variant = choose_variant(plan, rows)
-                assert variant.together > 0
-                assert variant.max_rows >= rows
+                big = choose_variant(plan, rows)
+                assert (big.stage_steps > 0 and big.together == 0) == (n > 10_000)
+                for variant in (big, choose_variant(plan, rows, warpgroups=False)):
+                    assert variant.max_rows >= rows
+                    assert shared_bytes(plan, variant) <= SHARED_LIMIT
             assert spread_clusters(plan) * WARPS <= 132
 
 
@@ -212,7 +213,7 @@ def test_many_rows_go_to_the_spread_kernel() -> None:
 @pytest.mark.parametrize(("n", "k"), [(16480, 2560), (336, 10240), (10240, 320), (5301, 4096)])
 def test_compiles(n: int, k: int, arch: str, tmp_path: Path) -> None:
     plan = plan_stream(n, k, 132)
-    variants = {choose_variant(plan, rows) for rows in (8, 16, 80)}
+    variants = {choose_variant(plan, rows, arch == "sm_90a") for rows in (8, 16, 80)}
     for variant in variants:
         cubin = compile_cuda("linear.cu", kernel_macros(plan, variant), arch, tmp_path)
         assert cubin.startswith(b"\x7fELF")
@@ -226,7 +227,7 @@ def test_compiles(n: int, k: int, arch: str, tmp_path: Path) -> None:
 def test_formats_compile(name: str, arch: str, tmp_path: Path) -> None:
     plan = plan_stream(16480, 2560, 132, format_name=name)
     for rows in (8, 64):
-        macros = kernel_macros(plan, choose_variant(plan, rows))
+        macros = kernel_macros(plan, choose_variant(plan, rows, arch == "sm_90a"))
         assert compile_cuda("linear.cu", macros, arch, tmp_path).startswith(b"\x7fELF")
     macros = dense_macros(plan, (1, plan.n, plan.n))
     assert compile_cuda("stream_dense.cu", macros, arch, tmp_path).startswith(b"\x7fELF")
@@ -339,8 +340,3 @@ def test_graph_replay_equals_eager(tmp_path: Path) -> None:
         captured.fill_(float("nan"))
         graph.replay()
         assert torch.equal(captured, eager)
-
-
-def test_panel_kernel_serves_the_big_products() -> None:
-    assert panel_stage_steps(plan_stream(16480, 2560, 132)) == 5
-    assert panel_stage_steps(plan_stream(2560, 6144, 132)) == 0

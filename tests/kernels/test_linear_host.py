@@ -30,6 +30,7 @@ from stepfloor.kernels._stream import (
 )
 from stepfloor.kernels.linear import (
     Variant,
+    block_threads,
     kernel_macros,
     pack_arguments,
     plan_stream,
@@ -44,9 +45,9 @@ COMPILER = shutil.which("g++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to build the kernel for the host")
 
 LINEAR = """
-extern "C" int run(const Arguments* a, u64 tape, u64 scales, u64 x, int blocks, int cluster, u64 shared_bytes) {
+extern "C" int run(const Arguments* a, u64 tape, u64 scales, u64 x, int blocks, int cluster, int threads, u64 shared_bytes) {
   readable = {{a->tape, tape}, {(const u8*)a->scales, scales}, {(const u8*)a->x, x}};
-  return run_grid(blocks, cluster, THREADS, shared_bytes, [=] { linear_kernel(*a); });
+  return run_grid(blocks, cluster, threads, shared_bytes, [=] { linear_kernel(*a); });
 }
 """
 DENSE = """
@@ -60,7 +61,8 @@ TWO_BUFFERS = Variant(2, True, 1, 3, 1, 2)
 QUANTIZED = [name for name in CODINGS if name not in ("bf16", "fp8_tensor")]
 CASES = {
     "warps share rows": (plan_stream(40, 640, 4), [SHORT, TALL, TWO]),
-    "several passes": (plan_stream(151, 2560, 2), [SHORT, TALL, Variant(1, True, 5, 2), Variant(2, True, 5, 3)]),
+    "several passes": (plan_stream(151, 2560, 2), [SHORT, TALL]),
+    "panels": (StreamPlan(150, 512, 1, 8, 1, 150, 24, 2, 2, 2), [TALL, Variant(2, True, 2, 4), Variant(3, True, 1, 3)]),
     "cluster": (plan_stream(13, 1280, 4, split=4), [SHORT, TALL, TWO]),
     "ring goes round": (replace(plan_stream(20, 6144, 1), chunk_steps=4, slots=2), [SHORT, TALL, TWO]),
     "padded columns": (plan_stream(37, 48, 4), [SHORT, TALL, TWO]),
@@ -82,7 +84,12 @@ def in_format(name: str, plan: StreamPlan, kind: str, variants: list[Variant], q
 
 
 FORMAT_CASES = [
-    *(in_format(name, PASSES, "passes", [SHORT, TALL], "fp8_channel fp8_block mxfp8 nvfp4") for name in QUANTIZED),
+    in_format("fp8_block", PASSES, "passes", [SHORT, TALL], "fp8_block"),
+    *(
+        in_format(name, PASSES, "passes", [SHORT, TALL, Variant(2, True, 2, 3)], "fp8_channel mxfp8 nvfp4")
+        for name in QUANTIZED
+        if name != "fp8_block"
+    ),
     *(in_format(name, CLUSTER, "cluster", [SHORT, TALL, TWO], "nvfp4") for name in QUANTIZED),
     *(in_format(name, SHARED, "shared", [SHORT, TALL], "fp8_block") for name in QUANTIZED),
 ]
@@ -196,10 +203,10 @@ def run(
     held[:, : plan.k] = x
     out = torch.full((rows + 2, n + 3), torch.nan, dtype=torch.bfloat16)
     arguments = ctypes.create_string_buffer(pack_arguments(tape, held[:, : plan.k], out[:rows], scales))
-    library.run.argtypes = [ctypes.c_void_p, *[ctypes.c_uint64] * 3, ctypes.c_int, ctypes.c_int, ctypes.c_uint64]
+    library.run.argtypes = [ctypes.c_void_p, *[ctypes.c_uint64] * 3, *[ctypes.c_int] * 3, ctypes.c_uint64]
     blocks, cluster = (spread_clusters(plan) * WARPS, WARPS) if variant.together else (plan.blocks, plan.split)
     limits = (tape.numel(), size(scales), held.numel() * 2)
-    assert library.run(arguments, *limits, blocks, cluster, shared_bytes(plan, variant)) == 0
+    assert library.run(arguments, *limits, blocks, cluster, block_threads(variant), shared_bytes(plan, variant)) == 0
     assert bool(out[rows:].isnan().all())
     assert bool(out[:, n:].isnan().all())
     return out[:rows, :n]

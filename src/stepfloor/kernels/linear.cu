@@ -1,5 +1,6 @@
 // y = x W^T, bf16 x and few rows: the weight is streamed once as stored, every multiprocessor reads its share front to back.
-// Source: mma.m16n8k16 with the weight as the 8-wide operand and the rows of x as the 16-tall one; linear.py, which
+// Source: mma.m16n8k16 with the weight as the 8-wide operand and the rows of x as the 16-tall one (wgmma, which adds up
+// the same way, with the two changed over); linear.py, which
 // writes the streamed layout, states the plan that the macros below repeat and tests the addresses of this file.
 //
 // A step is 32 columns. Lane (g, t) owns 8 consecutive ones, 8t .. 8t + 7, of weight row g and of rows g and g + 8 of x:
@@ -25,7 +26,7 @@
 // FORMAT          of the weights, see formats.cuh; FLUSH  steps that meet one block scale together
 // TILES, TALL     tiles of x rows; whether a tile has 16 rows or 8
 // BATCH           steps of x requested at once
-// FORM            0: ring, 1: panel, 2: spread; STAGE_STEPS and STAGES belong to the last two
+// FORM            0: ring, 1: group, 2: spread; STAGE_STEPS and STAGES belong to the last two
 // TOGETHER        passes that a warp of the spread kernel takes at a time
 // CLUSTERS        of the spread kernel; BUFFERS  of its sums
 // PER_SM          blocks that fit on a multiprocessor together, so that the next kernel can start early
@@ -303,102 +304,154 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) linear_kernel(cons
 }
 
 #elif FORM == 1
-// ------------------------------------------------------------------ panel: warps share the rows
+// ------------------------------------------------------------------ group: warpgroups share the rows
 
-// 128 weight rows at a time; x is read once a panel, not once for every 8 weight rows. A stage is STAGE_STEPS steps of all
-// of them; the slices follow one another and close their sums where a warp of the ring kernel would.
-constexpr int PANEL_PIECES = 2 * WARPS;
-constexpr int PARTS = STEPS / STAGE_STEPS;
-constexpr int PANELS = (PASSES + PANEL_PIECES - 1) / PANEL_PIECES;
+// 128 weight rows at a time, 64 of a warpgroup, times all rows of x in one instruction: the decoded weights are its operand
+// in registers, x the one in shared memory, read once for 64 weight rows. A stage is STAGE_STEPS steps of all of them; the
+// slices follow one another and close their sums where a warp of the ring kernel would. More warps fill the stages in turn:
+// x has to be rearranged on its way, and the fence behind that waits for everything a warp has under way.
+constexpr int CONSUMERS = WARPS, PRODUCERS = TILES <= 4 ? 8 : 4;  // sums of more rows take more than 128 registers
+constexpr int X_ROWS = TILES * 16;
+constexpr int PANEL_PASSES = 128 / PASS_ROWS;
+constexpr int PANELS = (PASSES + PANEL_PASSES - 1) / PANEL_PASSES;
+constexpr int PARTS = STEPS / STAGE_STEPS;  // stages of a slice
 constexpr int TURNS = PANELS * SLICES * PARTS;
-constexpr int PIECE_SHARE = STAGE_STEPS * 512;  // bytes of 8 weight rows in a stage
-constexpr int X_BYTES = TILES * 16 * STAGE_STEPS * 64;
-constexpr int STAGE_BYTES = PANEL_PIECES * PIECE_SHARE + X_BYTES;
-static_assert(FORMAT == BF16 && SPLIT == 1 && STACKS == 1 && CHUNKS == 1 && PASS_ROWS == 8 && !PADDED, "plan");
-static_assert(STEPS % STAGE_STEPS == 0 && STAGE_STEPS % 2 == 1, "an even stage would put rows of x into the same banks");
+constexpr int CHUNK_STAGES = CHUNK_STEPS / STAGE_STEPS;
+constexpr int STAGE_UNITS = STAGE_STEPS / UNIT_STEPS;
+constexpr int SLOT_BYTES = STAGE_UNITS * unit_bytes(PASS_ROWS);  // of one pass
+constexpr int X_STEP = X_ROWS * 64;  // the lower halves of each 8 columns, then the upper ones
+constexpr int X_BYTES = STAGE_STEPS * X_STEP;
+constexpr int STAGE_BYTES = X_BYTES + PANEL_PASSES * SLOT_BYTES;
+constexpr int X_SHARE = X_ROWS * STAGE_STEPS / 8;  // reads of 16 bytes by each lane of a producer
+constexpr int X_BATCH = X_SHARE <= 16 ? X_SHARE : X_SHARE / 2;
+static_assert(SPLIT == 1 && STACKS == 1 && !BLOCK_SCALES && TALL && PASS_ROWS % 8 == 0 && PASS_ROWS <= 64, "plan");
+static_assert(CHUNK_STEPS % STAGE_STEPS == 0 && STAGE_STEPS % UNIT_STEPS == 0 && STAGES >= 2 && PANEL_PASSES <= 32 && X_SHARE % X_BATCH == 0, "plan");
 
-DEVICE void copy_weights(const Arguments& a, u32 stage, int turn, u64 policy) {
-  const int panel = turn / (SLICES * PARTS), slice = turn / PARTS % SLICES, share = turn % PARTS;
-  const u32 warp_index = blockIdx.x * WARPS + slice;
-  for (int e = threadIdx.x; e < PANEL_PIECES * STAGE_STEPS * 32; e += THREADS) {
-    const int local = e / (STAGE_STEPS * 32), inside = e % (STAGE_STEPS * 32), piece = panel * PANEL_PIECES + local;
-    if (piece >= PASSES) break;
-    const int rows = piece == PASSES - 1 ? LAST_ROWS : 8;
-    if (inside >= rows * STAGE_STEPS * 4) continue;
-    const u8* from = a.tape + (u64)piece * ((u64)TAPES * STEPS * 512) + ((u64)warp_index * STEPS + share * STAGE_STEPS) * (rows * 64);
-    copy16_streamed(stage + local * PIECE_SHARE + inside * 16, from + inside * 16, policy);
-  }
+// Lane i copies the stage of one pass.
+DEVICE void request_weights(const Arguments& a, u32 to, u32 full, int turn, int lane, u64 policy) {
+  const int panel = turn / (SLICES * PARTS), slice = turn / PARTS % SLICES, part = turn % PARTS;
+  const int live = min(PANEL_PASSES, PASSES - panel * PANEL_PASSES), pass = panel * PANEL_PASSES + lane;
+  const int missing = panel == PANELS - 1 ? STAGE_UNITS * (unit_bytes(PASS_ROWS) - unit_bytes(LAST_ROWS)) : 0;
+  if (lane == 0) barrier_expect(full, live * SLOT_BYTES - missing);
+  __syncwarp();
+  if (lane >= live) return;
+  const int unit = unit_bytes(pass == PASSES - 1 ? LAST_ROWS : PASS_ROWS), bytes = STAGE_UNITS * unit;
+  const u64 piece = (u64)(part / CHUNK_STAGES) * TAPES + blockIdx.x * WARPS + slice;
+  const u8* from = a.tape + (u64)pass * ((u64)TAPES * CHUNKS * PIECE_BYTES) + piece * (CHUNK_UNITS * unit) + part % CHUNK_STAGES * bytes;
+  bulk_copy(to + lane * SLOT_BYTES, from, bytes, full, policy);
 }
 
-DEVICE void copy_rows(const Arguments& a, u32 stage, int turn) {
-  const int column = (turn / PARTS % SLICES * STEPS + turn % PARTS * STAGE_STEPS) * 32;
-  for (int e = threadIdx.x; e < TILES * 16 * STAGE_STEPS * 4; e += THREADS) {
-    const int row = e / (STAGE_STEPS * 4), inside = e % (STAGE_STEPS * 4);
-    copy16(stage + PANEL_PIECES * PIECE_SHARE + e * 16, a.x + min(row, a.rows - 1) * a.x_stride + column + inside * 8);
+// Columns 8t .. 8t + 7 of a row go to four operands of 8 x 8, a pair of columns to each.
+DEVICE void copy_rows(const Arguments& a, u32 to, u32 full, int turn, int lane) {
+  const int column = (turn / PARTS % SLICES * STEPS + turn % PARTS * STAGE_STEPS) * 32 + lane % 4 * 8;
+#pragma unroll 1
+  for (int done = 0; done < X_SHARE; done += X_BATCH) {
+    Words words[X_BATCH];  // all reads before the first store
+#pragma unroll
+    for (int i = 0; i < X_BATCH; i++) {
+      const int at = (done + i) * 8 + lane / 4;
+      // rows past the last one repeat it: they spoil sums that nobody stores
+      words[i] = load_row(a.x + min(at % X_ROWS, a.rows - 1) * a.x_stride, column + at / X_ROWS * 32);
+    }
+#pragma unroll
+    for (int i = 0; i < X_BATCH; i++) {
+      const int at = (done + i) * 8 + lane / 4;
+      const u32 place = to + at / X_ROWS * X_STEP + at % X_ROWS / 8 * 256 + at % 8 * 16 + lane % 4 * 4;
+      store_shared_word(place, words[i].x);
+      store_shared_word(place + 128, words[i].y);
+      store_shared_word(place + X_STEP / 2, words[i].z);
+      store_shared_word(place + X_STEP / 2 + 128, words[i].w);
+    }
   }
+  operands_stored();
+  __syncwarp();
+  if (lane == 0) barrier_arrive(full);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) linear_kernel(const __grid_constant__ Arguments a) {
+extern "C" __global__ void __launch_bounds__((CONSUMERS + PRODUCERS) * 32, 1) linear_kernel(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(128) u8 shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const u32 stages = shared_address(shared);
-  const u64 policy = evict_first_policy();
-  for (int turn = 0; turn < STAGES - 1 && turn < TURNS; turn++) copy_weights(a, stages + turn * STAGE_BYTES, turn, policy);
-  launch_dependents();
-  wait_for_predecessor();
-  for (int turn = 0; turn < STAGES - 1; turn++) {
-    if (turn < TURNS) copy_rows(a, stages + turn * STAGE_BYTES, turn);
-    copies_commit();
+  const u32 full = stages + STAGES * STAGE_BYTES + 512, empty = full + 8 * STAGES;  // 512: what lanes of dead rows read past the last one
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; i++) {
+      barrier_init(full + 8 * i, 2);  // weights and x
+      barrier_init(empty + 8 * i, CONSUMERS);
+    }
+    barrier_init_done();
   }
+  __syncthreads();
+  launch_dependents();
+  if (warp >= CONSUMERS) {
+    const u64 policy = evict_first_policy();
+    const int mine = warp - CONSUMERS;
+    for (int turn = mine; turn < STAGES && turn < TURNS; turn += PRODUCERS)
+      request_weights(a, stages + turn * STAGE_BYTES + X_BYTES, full + 8 * turn, turn, lane, policy);
+    wait_for_predecessor();
+#pragma unroll 1
+    for (int turn = mine; turn < TURNS; turn += PRODUCERS) {
+      const int slot = turn % STAGES;
+      if (turn >= STAGES) {
+        barrier_wait(empty + 8 * slot, (turn / STAGES - 1) % 2);
+        request_weights(a, stages + slot * STAGE_BYTES + X_BYTES, full + 8 * slot, turn, lane, policy);
+      }
+      copy_rows(a, stages + slot * STAGE_BYTES, full + 8 * slot, turn, lane);
+    }
+    return;
+  }
+  wait_for_predecessor();  // it may still read what is written here
 
-  float acc[TILES][2][2][4] = {}, total[TILES][2][4] = {};
+  // this lane's two weight rows of a panel; past the last pass of a panel they are dead
+  const int first = warp * 16 + g, pass_0 = min(first / PASS_ROWS, PANEL_PASSES - 1), pass_1 = min((first + 8) / PASS_ROWS, PANEL_PASSES - 1);
+  const int inside_0 = first % PASS_ROWS, inside_1 = (first + 8) % PASS_ROWS;
+  float even[X_ROWS / 2], odd[X_ROWS / 2], total[X_ROWS / 2];
+#pragma unroll
+  for (int i = 0; i < X_ROWS / 2; i++) even[i] = odd[i] = total[i] = 0.f;
 #pragma unroll 1
   for (int turn = 0; turn < TURNS; turn++) {
-    copies_wait<STAGES - 2>();
-    __syncthreads();
-    if (turn + STAGES - 1 < TURNS) {
-      const u32 next = stages + (turn + STAGES - 1) % STAGES * STAGE_BYTES;
-      copy_weights(a, next, turn + STAGES - 1, policy);
-      copy_rows(a, next, turn + STAGES - 1);
-    }
-    copies_commit();
-    const int first = turn / (SLICES * PARTS) * PANEL_PIECES + 2 * warp;  // this warp's pieces: first and the one after it
-    const u32 stage = stages + turn % STAGES * STAGE_BYTES;
-    const u32 weights = stage + 2 * warp * PIECE_SHARE + g * 64 + t * 16;
-    const u32 rows = stage + PANEL_PIECES * PIECE_SHARE + g * (STAGE_STEPS * 64) + t * 16;
-    const int stride_0 = first == PASSES - 1 ? LAST_ROWS * 64 : 512, stride_1 = first + 1 == PASSES - 1 ? LAST_ROWS * 64 : 512;
-    if (first < PASSES) {
+    const int slot = turn % STAGES, panel = turn / (SLICES * PARTS) * PANEL_PASSES;
+    const int live_0 = panel + pass_0 == PASSES - 1 ? LAST_ROWS : PASS_ROWS, live_1 = panel + pass_1 == PASSES - 1 ? LAST_ROWS : PASS_ROWS;
+    const u32 rows = stages + slot * STAGE_BYTES, weights = rows + X_BYTES;
+    barrier_wait(full + 8 * slot, turn / STAGES % 2);
 #pragma unroll
-      for (int i = 0; i < STAGE_STEPS; i++) {
-        const Words w0 = load_shared(weights + i * stride_0), w1 = load_shared(weights + PIECE_SHARE + i * stride_1);
+    for (int unit = 0; unit < STAGE_UNITS; unit++) {
+      const Codes top = load_codes(weights + pass_0 * SLOT_BYTES + unit * unit_bytes(live_0), live_0, inside_0, t);
+      const Codes bottom = load_codes(weights + pass_1 * SLOT_BYTES + unit * unit_bytes(live_1), live_1, inside_1, t);
 #pragma unroll
-        for (int tile = 0; tile < TILES; tile++) {
-          Fragment<true> x;
-          x.top = load_shared(rows + tile * (16 * STAGE_STEPS * 64) + i * 64);
-          x.bottom = load_shared(rows + tile * (16 * STAGE_STEPS * 64) + 8 * STAGE_STEPS * 64 + i * 64);
-          step(acc[tile][0][0], acc[tile][0][1], x, w0);
-          step(acc[tile][1][0], acc[tile][1][1], x, w1);
-        }
+      for (int j = 0; j < UNIT_STEPS; j++) {
+        const Words u = decode(top, j, t), v = decode(bottom, j, t);
+        const u32 at = rows + (unit * UNIT_STEPS + j) * X_STEP;
+        group_begin();
+        group_step<X_ROWS>(even, u.x, v.x, u.y, v.y, at);
+        group_step<X_ROWS>(odd, u.z, v.z, u.w, v.w, at + X_STEP / 2);
+        group_commit();
       }
     }
+    group_wait();
+    __syncwarp();
+    if (lane == 0) barrier_arrive(empty + 8 * slot);
     if (turn % PARTS != PARTS - 1) continue;
-    const bool last = turn % (SLICES * PARTS) == SLICES * PARTS - 1;
 #pragma unroll
-    for (int tile = 0; tile < TILES; tile++)
+    for (int i = 0; i < X_ROWS / 2; i++) {
+      total[i] += even[i] + odd[i];
+      even[i] = odd[i] = 0.f;
+    }
+    if (turn % (SLICES * PARTS) != SLICES * PARTS - 1) continue;
 #pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const int piece = first + half, live = piece == PASSES - 1 ? LAST_ROWS : 8;
+    for (int half = 0; half < 2; half++) {
+      const int pass = panel + (first + 8 * half) / PASS_ROWS, inside = half ? inside_1 : inside_0;
+      const int row = blockIdx.x * ROWS + pass * PASS_ROWS + inside;
+      const bool stored = (first + 8 * half) / PASS_ROWS < PANEL_PASSES && pass < PASSES && row < N &&
+                          inside < (pass == PASSES - 1 ? LAST_ROWS : PASS_ROWS);
+      const float scale = ROW_SCALES && stored ? load_global_float(a.scales + row) : 1.f;
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-          total[tile][half][i] += acc[tile][half][0][i] + acc[tile][half][1][i];
-          acc[tile][half][0][i] = acc[tile][half][1][i] = 0.f;
-          const int n = 2 * t + i % 2, m = tile * 16 + g + i / 2 * 8, row = blockIdx.x * ROWS + piece * 8 + n;
-          if (last) {
-            if (piece < PASSES && n < live && row < N && m < a.rows) a.out[m * a.out_stride + row] = to_bf16(total[tile][half][i]);
-            total[tile][half][i] = 0.f;
-          }
-        }
+      for (int i = 0; i < X_ROWS / 4; i++) {
+        const int m = i / 2 * 8 + 2 * t + i % 2;
+        float& value = total[i / 2 * 4 + half * 2 + i % 2];
+        if (stored && m < a.rows) a.out[m * a.out_stride + row] = to_bf16(ROW_SCALES ? value * scale : value);
+        value = 0.f;
       }
+    }
   }
 }
 

@@ -51,7 +51,7 @@ class Variant:
     """A kernel for a range of row counts; all variants of a plan give a row the same bits.
 
     tiles        tiles of x rows; tall  whether a tile has 16 rows or 8
-    stage_steps  steps of a stage of the panel and spread kernels, 0 for the ring kernel; stages  in shared memory
+    stage_steps  steps of a stage of the group and spread kernels, 0 for the ring kernel; stages  in shared memory
     together     passes that a warp of the spread kernel takes at a time, 0 for the others; buffers  of its sums
     """
 
@@ -158,7 +158,7 @@ def linear_repack(
     streamed = StreamedWeight(plan, pack_tape(weight, plan), cache_dir or default_cache_dir(), outer_scales(weight))
     dense_launch(plan, (1, plan.n, plan.n), target, streamed.cache_dir)
     for rows in (8, *range(16, min(max_rows, MAX_ROWS) + 16, 16)):
-        launch_for(plan, choose_variant(plan, rows), target, streamed.cache_dir)
+        launch_for(plan, choose_variant(plan, rows, has_warpgroups(target)), target, streamed.cache_dir)
     # kernels request weights before they wait for their predecessor, which the repacking must not be
     torch.cuda.synchronize(target)
     return streamed
@@ -209,21 +209,45 @@ def plan_stream(
     return replace(plan, slots=min(plan.passes * plan.chunks, max(2, fit)))
 
 
-def choose_variant(plan: StreamPlan, rows: int) -> Variant:
-    """The kernel for this many rows of x."""
+def choose_variant(plan: StreamPlan, rows: int, warpgroups: bool = True) -> Variant:
+    """The kernel for this many rows of x; warpgroups: whether the GPU has the instructions of the group kernel."""
     if rows <= 8:
         return Variant(1, False)
-    tiles = -(-rows // 16)
+    tiles = min(-(-rows // 16), MAX_ROWS // 16)
     if tiles == 1:
         return Variant(1, True)
-    spread = spread_variant(plan, min(tiles, MAX_ROWS // 16))
-    if spread is not None:
-        return spread
-    stage_steps = panel_stage_steps(plan)
-    if stage_steps:
-        return Variant(tiles, True, stage_steps, 3)
+    group = group_variant(plan, tiles) if warpgroups else None
+    if group is not None:
+        return group
     # scaled sums of several tiles would not fit in registers beside the others
-    return Variant(tiles, True) if plan.passes == 1 and plan.format != "fp8_block" else Variant(1, True)
+    if plan.passes == 1 and plan.format != "fp8_block":
+        return Variant(tiles, True)
+    return spread_variant(plan, tiles) or Variant(1, True)
+
+
+def has_warpgroups(device: torch.device) -> bool:
+    """Whether `wgmma` exists there: compute capability 9.0 alone."""
+    return torch.cuda.get_device_capability(device)[0] == 9
+
+
+def group_variant(plan: StreamPlan, tiles: int) -> Variant | None:
+    """The group kernel for this many tiles of x rows, or None where a block has too few weight rows for it."""
+    cut = plan.split == plan.stacks == 1 and plan.pass_rows % 8 == 0 and plan.pass_rows <= 64
+    if not cut or plan.rows < 64 or plan.format == "fp8_block":
+        return None
+    stage_steps = 2 if plan.chunk_steps % 2 == 0 else plan.coding.unit
+    if plan.chunk_steps % stage_steps:
+        return None
+    empty = group_bytes(plan, Variant(tiles, True, stage_steps))
+    stage = group_bytes(plan, Variant(tiles, True, stage_steps, 1)) - empty
+    return Variant(tiles, True, stage_steps, min(8, (SHARED_LIMIT - empty) // stage))
+
+
+def group_bytes(plan: StreamPlan, variant: Variant) -> int:
+    """Shared memory of a block of the group kernel."""
+    slot = variant.stage_steps // plan.coding.unit * plan.unit_bytes(plan.pass_rows)
+    stage = variant.stage_steps * variant.max_rows * 64 + 128 // plan.pass_rows * slot
+    return variant.stages * (stage + 16) + 512
 
 
 def spread_variant(plan: StreamPlan, tiles: int) -> Variant | None:
@@ -260,20 +284,12 @@ def spread_bytes(plan: StreamPlan, variant: Variant) -> int:
     return x + ring + 512 + variant.buffers * variant.tiles * 16 * pitch * 4
 
 
-def panel_stage_steps(plan: StreamPlan) -> int:
-    """Steps of a stage of the panel kernel, 0 where the plan does not suit it."""
-    cut = plan.split == plan.stacks == plan.chunks == 1 and plan.pass_rows == 8
-    if not cut or plan.padded_k != plan.k or plan.format != "bf16":
-        return 0
-    return next((s for s in (5, 3, 1) if plan.steps % s == 0), 0)
-
-
 def stream_product(x: Tensor, weight: StreamedWeight, out: Tensor, variant: Variant | None = None) -> None:
     """Queue x [T, K] times a streamed matrix into out [T, N], both bf16 on the weight's device, rows contiguous."""
     plan = weight.plan
     if x.stride(-1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.contiguous()  # rows are read 16 bytes at a time
-    chosen = choose_variant(plan, x.shape[0]) if variant is None else variant
+    chosen = choose_variant(plan, x.shape[0], has_warpgroups(x.device)) if variant is None else variant
     launch = launch_for(plan, chosen, x.device, weight.cache_dir)
     for first in range(0, x.shape[0], chosen.max_rows):
         part, to = x[first : first + chosen.max_rows], out[first:]
@@ -298,7 +314,7 @@ def launch_for(
         "linear_kernel",
         device,
         spread_clusters(plan) * WARPS if spread else plan.blocks,
-        WARPS * 32,
+        block_threads(variant),
         shared_bytes(plan, variant),
         cluster=WARPS if spread else plan.split,
         dependent=dependent,
@@ -321,6 +337,13 @@ def kernel_macros(plan: StreamPlan, variant: Variant) -> dict[str, int]:
         "BUFFERS": variant.buffers,
         "PER_SM": blocks_per_multiprocessor(plan, variant),
     }
+
+
+def block_threads(variant: Variant) -> int:
+    """Threads of a block: the group kernel has more warps, that copy."""
+    if variant.stage_steps == 0 or variant.together:
+        return WARPS * 32
+    return (WARPS + (8 if variant.tiles <= 4 else 4)) * 32
 
 
 def batch_steps(plan: StreamPlan, variant: Variant) -> int:
@@ -348,7 +371,7 @@ def shared_bytes(plan: StreamPlan, variant: Variant) -> int:
     if variant.together:
         return spread_bytes(plan, variant)
     if variant.stage_steps:
-        return variant.stages * variant.stage_steps * (2 * WARPS * 512 + variant.tiles * 16 * 64)
+        return group_bytes(plan, variant)
     tile_rows = 16 if variant.tall else 8
     reduce_passes = 1 if plan.passes == 1 else max(1, (16 if variant.tall else 32) // plan.pass_rows)
     widths = reduce_passes * -(-plan.pass_rows // 8)
@@ -385,7 +408,8 @@ def _why_not_streamed(weight: PackedWeight, device: torch.device) -> str | None:
         return reason
     properties = torch.cuda.get_device_properties(device)
     plan = plan_stream(n, k, properties.multi_processor_count, format_name=weight.format)
-    wanted = max(shared_bytes(plan, choose_variant(plan, rows)) for rows in (8, 16, 32, 48, 64, MAX_ROWS))
+    variants = [choose_variant(plan, rows, has_warpgroups(device)) for rows in (8, 16, 32, 48, 64, MAX_ROWS)]
+    wanted = max(shared_bytes(plan, variant) for variant in variants)
     if wanted > properties.shared_memory_per_multiprocessor - 1024:  # 1 KB of every block is the system's
         return f"its kernels want {wanted} bytes of shared memory, more than {properties.name} has"
     return None

@@ -3,6 +3,7 @@
 #pragma once
 #include <atomic>
 #include <barrier>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -97,18 +98,42 @@ inline void wait_for_predecessor() {}
 inline void __syncthreads() { block->sync.arrive_and_wait(); }
 inline void __syncwarp() { block->warps[threadIdx.x / 32]->sync.arrive_and_wait(); }
 
-// The lower half of a barrier counts bytes on the way, the upper one phases that have ended: its lowest bit is the parity.
-inline std::atomic<u64>& counter(u32 barrier) { return *(std::atomic<u64>*)(block_shared + barrier); }
-inline void barrier_init(u32 barrier, u32) {
+// A barrier as the hardware has it: a phase ends when all have arrived and all bytes that were announced have come.
+union Barrier {
+  u64 word;
+  struct {
+    u32 bytes;
+    u8 arrived, wanted;
+    u16 phase;
+  };
+};
+template <class Change> void change_barrier(u32 barrier, Change change) {
   check_shared(barrier, 8);
-  counter(barrier) = 0;
+  auto& held = *(std::atomic<u64>*)(block_shared + barrier);
+  Barrier before{held}, after;
+  do {
+    after = before;
+    change(after);
+    if (after.arrived == after.wanted && after.bytes == 0) after.arrived = 0, after.phase++;
+  } while (!held.compare_exchange_weak(before.word, after.word));
+}
+inline void barrier_init(u32 barrier, u32 arrivals) {
+  check_shared(barrier, 8);
+  Barrier fresh{0};
+  fresh.wanted = arrivals;
+  *(std::atomic<u64>*)(block_shared + barrier) = fresh.word;
 }
 inline void barrier_init_done() {}
-inline void barrier_expect(u32 barrier, u32 bytes) { counter(barrier) += bytes; }
+inline void barrier_expect(u32 barrier, u32 bytes) {
+  change_barrier(barrier, [=](Barrier& b) { b.arrived++, b.bytes += bytes; });
+}
+inline void barrier_arrive(u32 barrier) {
+  change_barrier(barrier, [](Barrier& b) { b.arrived++; });
+}
 inline void barrier_wait(u32 barrier, u32 parity) {
-  for (int i = 0; (counter(barrier) >> 32 & 1) == parity; i++) {
-    if (i == 10000000) return fault("waits forever");
-    std::this_thread::yield();
+  for (int i = 0; (Barrier{*(std::atomic<u64>*)(block_shared + barrier)}.phase & 1) == parity; i++) {
+    if (i == 100000) return fault("waits forever");
+    std::this_thread::sleep_for(std::chrono::microseconds(i < 100 ? 20 : 200));  // so that those who work have the processor
   }
 }
 inline u64 evict_first_policy() { return 0; }
@@ -117,9 +142,10 @@ inline void bulk_copy_kept(u32 to, const void* from, u32 bytes, u32 barrier) {
   check_shared(to, bytes);
   if (bytes % 16 || bytes == 0) fault("bulk copy of a size that is not a multiple of 16");
   memcpy(block_shared + to, from, bytes);
-  const u64 before = counter(barrier).fetch_sub(bytes);
-  if ((u32)before < bytes) fault("more bytes than the barrier expects");
-  if ((u32)before == bytes) counter(barrier) += 1ull << 32;
+  change_barrier(barrier, [=](Barrier& b) {
+    if (b.bytes < bytes) fault("more bytes than the barrier expects");
+    b.bytes -= bytes;
+  });
 }
 inline void bulk_copy(u32 to, const void* from, u32 bytes, u32 barrier, u64) { bulk_copy_kept(to, from, bytes, barrier); }
 inline void copy16(u32 to, const void* from) {
@@ -225,6 +251,28 @@ inline void matrix_step(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u
   }
   w.sync.arrive_and_wait();
 }
+// Four warps do this side by side; b is [8 columns][half of k][column][8 k] in shared memory.
+template <int COLUMNS> void group_step(float (&d)[COLUMNS / 2], u32 a0, u32 a1, u32 a2, u32 a3, u32 b) {
+  Warp& w = *block->warps[threadIdx.x / 32];
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const u32 a[4] = {a0, a1, a2, a3};
+  check_shared(b, COLUMNS * 32);
+  memcpy(w.a[lane], a, sizeof a);
+  w.sync.arrive_and_wait();
+  for (int i = 0; i < COLUMNS / 2; i++) {
+    const int row = g + i / 2 % 2 * 8, column = i / 4 * 8 + 2 * t + i % 2;
+    for (int k = 0; k < 16; k++) {
+      const u32 left = w.a[row % 8 * 4 + k % 8 / 2][k / 8 * 2 + row / 8];
+      const u32 right = *(u32*)(block_shared + b + column / 8 * 256 + k / 8 * 128 + column % 8 * 16 + k % 8 / 2 * 4);
+      d[i] += bf16_of(left, k & 1) * bf16_of(right, k & 1);
+    }
+  }
+  w.sync.arrive_and_wait();
+}
+inline void group_begin() {}
+inline void group_commit() {}
+inline void group_wait() {}
+inline void operands_stored() {}
 inline u16 to_bf16(float value) {
   u32 bits;
   memcpy(&bits, &value, 4);
@@ -237,6 +285,10 @@ inline void store_global(void* to, const Words& v) {
 inline void store_shared(u32 address, const Words& v) {
   check_shared(address, 16);
   *(Words*)(block_shared + address) = v;
+}
+inline void store_shared_word(u32 address, u32 v) {
+  check_shared(address, 4);
+  *(u32*)(block_shared + address) = v;
 }
 inline float lower(u32 pair) { return bf16_of(pair, 0); }
 inline float upper(u32 pair) { return bf16_of(pair, 1); }

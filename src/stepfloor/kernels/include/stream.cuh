@@ -43,6 +43,8 @@ DEVICE void barrier_expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+DEVICE void barrier_arrive(u32 barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
+
 DEVICE void barrier_wait(u32 barrier, u32 parity) {
   asm volatile(
       "{\n"
@@ -154,6 +156,8 @@ DEVICE void store_shared(u32 address, const Words& v) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
+DEVICE void store_shared_word(u32 address, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory"); }
+
 DEVICE void store_global(void* pointer, const Words& v) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
@@ -186,6 +190,42 @@ DEVICE void matrix_step(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
+
+// The same by the four warps of a warpgroup, compute capability 9.0: d[64, ROWS] += a[64, 16] b[16, ROWS]. Each warp has 16
+// rows of a and d, laid out as above; d[4j ..] are the columns 8j ... b lies in shared memory as [8 columns][half of k]
+// [column][8 k], 128 bytes a block of 8 x 8. Its sums have the bits of matrix_step:
+// benchmarks.linear checks it on the device.
+#define LIST_8(X, i) X(i), X(i + 1), X(i + 2), X(i + 3), X(i + 4), X(i + 5), X(i + 6), X(i + 7)
+#define IN_OUT(i) "+f"(d[i])
+#define GROUP_STEP(SIZE, REGISTERS, A0, A1, A2, A3, B, ...)                                                                    \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" #SIZE "k16.f32.bf16.bf16 {" REGISTERS "}, {%" #A0 ", %" #A1 ", %" #A2       \
+               ", %" #A3 "}, %" #B ", 1, 1, 1, 0;"                                                                                \
+               : __VA_ARGS__                                                                                                      \
+               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(operand))
+#define REGISTERS_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define REGISTERS_24 REGISTERS_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define REGISTERS_32 REGISTERS_24 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define REGISTERS_40 REGISTERS_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+template <int WIDTH> DEVICE void group_step(float (&d)[WIDTH / 2], u32 a0, u32 a1, u32 a2, u32 a3, u32 b) {
+  // no swizzle; 128 bytes from one half of k to the other, 256 from 8 columns to the next
+  const u64 operand = (u64)(b >> 4) | (u64)(128 >> 4) << 16 | (u64)(256 >> 4) << 32;
+  static_assert(WIDTH == 32 || WIDTH == 48 || WIDTH == 64 || WIDTH == 80, "columns");
+  if constexpr (WIDTH == 32) GROUP_STEP(32, REGISTERS_16, 16, 17, 18, 19, 20, LIST_8(IN_OUT, 0), LIST_8(IN_OUT, 8));
+  if constexpr (WIDTH == 48)
+    GROUP_STEP(48, REGISTERS_24, 24, 25, 26, 27, 28, LIST_8(IN_OUT, 0), LIST_8(IN_OUT, 8), LIST_8(IN_OUT, 16));
+  if constexpr (WIDTH == 64)
+    GROUP_STEP(64, REGISTERS_32, 32, 33, 34, 35, 36, LIST_8(IN_OUT, 0), LIST_8(IN_OUT, 8), LIST_8(IN_OUT, 16), LIST_8(IN_OUT, 24));
+  if constexpr (WIDTH == 80)
+    GROUP_STEP(80, REGISTERS_40, 40, 41, 42, 43, 44, LIST_8(IN_OUT, 0), LIST_8(IN_OUT, 8), LIST_8(IN_OUT, 16), LIST_8(IN_OUT, 24),
+               LIST_8(IN_OUT, 32));
+}
+// Before the first group_step and after registers that it takes were written.
+DEVICE void group_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void group_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// All steps so far are done: their sums may be read, their operands overwritten.
+DEVICE void group_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+// Stores to shared memory so far are seen by group_step after the next barrier. Waits for all that this warp has under way.
+DEVICE void operands_stored() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Nearest even, once.
 DEVICE u16 to_bf16(float value) {
