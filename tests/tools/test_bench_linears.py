@@ -1,0 +1,66 @@
+"""bench step --linears: which products it times, and what it says of them. Times on a CPU mean nothing."""
+
+import json
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+
+import pytest
+import torch
+
+from stepfloor.config import ModelConfig
+from stepfloor.formats.codec import PackedWeight
+from stepfloor.tools.bench import linears
+from stepfloor.tools.bench.linears import Timed, products, run_and_report_linears, summary
+
+
+def test_products_are_those_of_the_full_model() -> None:
+    """Sizes of the architecture: a joined projection that lost a part would be timed at the wrong size."""
+    config = ModelConfig.read(Path(str(resources.files("stepfloor").joinpath("shipped", "full_config.json"))))
+    found = {p.name: (p.n, p.k) for p in products(config)}
+    assert found == {
+        "head": (248320, 2560),
+        "delta net in": (16480, 2560),
+        "delta net out": (2560, 6144),  # attention's is the same
+        "attention in": (13952, 2560),
+        "router and shared": (1793, 2560),
+        "n-gram key, value": (12800, 2560),
+        "drafter in": (2560, 2560),
+        "shared down": (2560, 640),
+        "hc down": (324, 10240),
+        "hc up": (10240, 320),
+    }
+
+
+def test_every_product_in_every_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = ModelConfig.read(Path(str(resources.files("stepfloor").joinpath("shipped", "config.json"))))
+    config = replace(config, vocab_size=512)
+    run_and_report_linears(config, "cpu", "abc", tmp_path / "out.json")
+    lines = capsys.readouterr().out.splitlines()
+    record = json.loads(lines[-1])
+    assert record == json.loads((tmp_path / "out.json").read_text())
+    # K of 16 and of 48 have no blocks of 32: two products, one of two formats, have fewer
+    assert {(r["format"], r["rows"]) for r in record["linears"]} == {
+        (f, m) for f in linears.TIMED_FORMATS for m in linears.ROWS
+    }
+    assert all(r["us"] > 0 and r["worst"] <= 1 for r in record["linears"])
+
+
+def test_a_wrong_product_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = PackedWeight("bf16", (16, 32), torch.randn(16, 32).to(torch.bfloat16))
+    x = torch.randn(3, 32).to(torch.bfloat16)
+    good = linears.linear(x, (packed,))
+    monkeypatch.setattr(linears, "linear", lambda x, weights: good + 0.25 * good.abs().max())
+    with pytest.raises(RuntimeError, match="times the bound"):
+        linears._check(linears.Product("p", 16, 32), x, packed, packed)
+
+
+def test_marks() -> None:
+    base = Timed(
+        "head", 248320, 2560, False, "bf16", 1, 280, "cuBLAS", 300, 0.93, 0.92, 0.95, 1_271_398_400, 0.97, 0.85, 0.5
+    )
+    assert base.verdicts == ("against cuBLAS met", "85 % met")
+    close = replace(base, high=1.01, fraction=0.84)
+    assert close.verdicts == ("against cuBLAS unresolved", "85 % missed")
+    assert replace(base, rows=64).verdicts == ()
+    assert summary([base, close]).splitlines()[0] == "2 of 4 marks met"
