@@ -152,9 +152,12 @@ def bench_linears(
     begin = time.perf_counter()
     wanted = [(p, f) for p in products(config) for f in TIMED_FORMATS if _stores(f, p.k)]
 
-    # kernels compile while others do: NVRTC runs without Python's lock
+    def make(pair: tuple[Product, str]) -> tuple[PackedWeight, Weight]:
+        return _made(*pair, device)
+
+    # kernels compile side by side: NVRTC runs without Python's lock
     with ThreadPoolExecutor(1 if device == "cpu" else 6) as pool:
-        made = dict(zip(wanted, pool.map(lambda pair: _made(pair[0], pair[1], device), wanted), strict=True))
+        made = dict(zip(wanted, pool.map(make, wanted), strict=True))
     say(f"{len(wanted)} matrices and their kernels in {time.perf_counter() - begin:.1f} s")
     results: list[Timed] = []
     for (product, format_name), (packed, weight) in made.items():
