@@ -164,7 +164,7 @@ def bench_linears(
         if time.perf_counter() - begin > MOST_SECONDS:
             say(f"out of time: {product.name} in {format_name} is not measured")
             continue
-        results += _time_product(product, packed, weight, device, bandwidth)
+        results += _time_product(product, packed, weight, device, bandwidth, say)
         measured(results)
     return results
 
@@ -183,22 +183,28 @@ def _made(product: Product, format_name: str, device: str) -> tuple[PackedWeight
 
 
 @torch.inference_mode()
-def _time_product(product: Product, packed: PackedWeight, weight: Weight, device: str, bandwidth: float) -> list[Timed]:
+def _time_product(
+    product: Product, packed: PackedWeight, weight: Weight, device: str, bandwidth: float, say: Callable[[str], None]
+) -> list[Timed]:
     n, k = product.n, product.k
     results: list[Timed] = []
     ours = _copies(weight, packed.num_bytes, device)
-    dense = packed.dequantize().to(torch.bfloat16)
+    dense = _dense_copies(packed.dequantize().to(torch.bfloat16), device)
     scaled = device != "cpu" and packed.format == "fp8_channel" and n % 16 == k % 16 == 0
-    rivals = _dense_copies(packed.data if scaled else dense, device)
+    codes = _dense_copies(packed.data, device) if scaled else []
     for rows in ROWS:
         make = torch.Generator(device).manual_seed(rows)
         x = torch.randn(rows, k, generator=make, device=device).to(torch.bfloat16)
         worst = _check(product, x, packed, weight)
-        rival, multiply = "cuBLAS", _plain(x, rivals)
+        rival, multiply, rivals = "torch" if device == "cpu" else "cuBLAS", _plain(x, dense), dense
         if scaled:
-            multiply, rival = _scaled(x, rivals, packed.scale), "_scaled_mm"
-        elif device == "cpu":
-            rival = "torch"
+            try:
+                multiply_codes = _scaled(x, codes, packed.scale)
+                multiply_codes(0)
+                rival, multiply, rivals = "_scaled_mm", multiply_codes, codes
+            except RuntimeError as error:
+                reason = str(error).splitlines()[0]
+                say(f"{product.name}, {rows} rows: _scaled_mm refuses, cuBLAS in its place: {reason}")
         a = _Graph(_streamed(x, ours), _calls(packed.num_bytes, len(ours), device), device)
         b = _Graph(multiply, _calls(rivals[0].nbytes, len(rivals), device), device)
         pairs = [_pair(a, b, turn % 2 == 1) for turn in range(ROUNDS)]
