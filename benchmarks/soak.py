@@ -1,18 +1,21 @@
 """A long generation of the shipped model: nothing turns infinite, and the recurrent state is what float64 makes of it.
 
     PYTHONPATH=src python3 -m benchmarks.soak --tokens 20000 --device cuda
+    PYTHONPATH=src python3 -m benchmarks.soak --tokens 4000 --model full
 
-One sequence, sampled, through the engine's own loop, once for each --spec-tokens. Every step's logits are looked at by
-the sampler, which ends a request whose logits are not finite; every --every steps all state tensors are looked at here.
-After each step the rows that it leaves pending are copied: projected q, k, v and the gates, what the delta-net kernels
-read. From them come the operands of the rule, by the reference's own operations, and float64 runs the rule again from
-the state after the prompt. At a few places on the way and at the end the kernel's float32 state is compared with it.
+One sequence, sampled, through the engine's own loop, once for each --spec-tokens: of the shipped model with a longer
+rotary table, or of eight random layers of full width (six delta nets of 48 heads of 128). Every step's logits are
+looked at by the sampler, which ends a request whose logits are not finite; every --every steps all state tensors are
+looked at here. After each step the rows that it leaves pending are copied: projected q, k, v and the gates, what the
+delta-net kernels read. From them come the operands of the rule, by the reference's own operations, and float64 runs the
+rule again from the state after the prompt. At a few places on the way and at the end the kernel's float32 state is
+compared with it.
 
 The bound. One row takes a column m of a head's state [K, V] to
 
     m' = d m;  e = k . m';  u = beta (v - e);  m <- m' + k u,     that is  m <- d (I - beta k k^T) m + beta v k
 
-As |k| <= 1 and 0 <= beta <= 1, I - beta k k^T shrinks no less than 1, so an error E of the column obeys
+As |k| <= 1 and 0 <= beta <= 1, I - beta k k^T lengthens no vector, so an error E of the column obeys
 |E| <- d |E| + r: what roundings add is forgotten as the state is. With w = 2**-24, the roundings of one row add at most
 
     r = w ((1 + 4 + 8 |log d|) |m'|      the product with d; expf and the product in its argument, two libraries
@@ -38,22 +41,29 @@ import torch
 from torch import Tensor
 
 import stepfloor
-from stepfloor.config import EngineConfig
+from stepfloor.cache.tensors import positions_needed
+from stepfloor.config import EngineConfig, ModelConfig
 from stepfloor.engine import Engine
 from stepfloor.kernels._delta import DeltaConstants
 from stepfloor.kernels._torch import DeltaRows, delta_rows
 from stepfloor.kernels.gdn_decode import gdn_decode
+from stepfloor.model.load import load_model
 from stepfloor.model.model import LinearAttention, Model
+from stepfloor.model.random import RandomTensors
 from stepfloor.request import Request, SamplingParams
 from stepfloor.tokenizer.tokenizer import Tokenizer
+from stepfloor.tools.bench.step import MIXES, random_checkpoint
 from stepfloor.weights.checkpoint import Checkpoint, open_checkpoint
 
+FULL = Path(stepfloor.__file__).parent / "shipped" / "full_config.json"
 SHIPPED = Path(stepfloor.__file__).parent / "shipped"
 PROMPT = "def main("
+ROOM = 64  # positions beside the generated ones: the prompt, and drafts past the end
 SLOT = 0  # the only sequence's
 ROUNDING = 2.0**-24
 HIGHER_ORDER = 1.01
 PROBED_ROWS = 256
+TINY = 1e-36  # below, float32 may flush to zero
 BF16_STEP = 2.0**-16  # operands that differ by more than this of themselves were rounded to other bf16 values
 
 
@@ -133,21 +143,46 @@ class Result:
 def long_checkpoint(tokens: int) -> Checkpoint:
     """The shipped model with positions for so many tokens: its rotary tables go on, and nothing else knows a limit."""
     checkpoint = open_checkpoint(SHIPPED)
-    longest = max(checkpoint.config.max_position_embeddings, tokens + 64)
+    longest = max(checkpoint.config.max_position_embeddings, tokens + ROOM)
     return replace(checkpoint, config=replace(checkpoint.config, max_position_embeddings=longest))
 
 
-def record(
-    checkpoint: Checkpoint, tokens: int, k: int, device: str, every: int, snapshots: int, say: Callable[[str], None]
-) -> tuple[Recording, Engine, dict[str, object]]:
-    """Generate so many tokens and keep what the delta-net layers read."""
-    config = EngineConfig(
-        spec_tokens=k, max_num_seqs=1, max_model_len=checkpoint.config.max_position_embeddings, device=device
+def drawn(source: Path, layers: int, tokens: int, drafts: int, device: str) -> tuple[Checkpoint, Model]:
+    """The first layers of a configuration with random weights in format a and a small n-gram table."""
+    config = ModelConfig.read(source)
+    config = replace(
+        config,
+        layer_types=config.layer_types[:layers],
+        ngram_vocab_size_base=min(config.ngram_vocab_size_base, 20_011),
+        max_position_embeddings=max(config.max_position_embeddings, tokens + ROOM),
     )
+    checkpoint = random_checkpoint(config, MIXES["a"])
+    positions = positions_needed(EngineConfig(spec_tokens=drafts, max_model_len=tokens + ROOM))
+    tensors = RandomTensors(config, torch.device(device))
+    return checkpoint, load_model(checkpoint, positions, device, decode_rows=drafts + 1, source=tensors)
+
+
+def record(
+    checkpoint: Checkpoint,
+    tokens: int,
+    k: int,
+    device: str,
+    every: int,
+    snapshots: int,
+    say: Callable[[str], None],
+    model: Model | None = None,
+) -> tuple[Recording, Engine, dict[str, object]]:
+    """Generate so many tokens and keep what the delta-net layers read.
+
+    model  of the checkpoint, with a drafter; None reads it from its files
+    """
+    config = EngineConfig(spec_tokens=k, max_num_seqs=1, max_model_len=tokens + ROOM, device=device)
     prompt = tuple(Tokenizer.load(SHIPPED).encode(PROMPT))
-    engine = Engine(checkpoint, config)
-    cache, model = engine.step.cache, engine.step.model
-    found = Recording(constants_of(model), bad=torch.zeros((), dtype=torch.int64, device=device))
+    if model is not None and k == 0:
+        model = replace(model, drafter=None)
+    engine = Engine(checkpoint, config, model=model)
+    cache = engine.step.cache
+    found = Recording(constants_of(engine.step.model), bad=torch.zeros((), dtype=torch.int64, device=device))
     engine.submit(Request("soak", prompt, SamplingParams(temperature=0.8, top_p=0.95, seed=1), tokens))
     delivered, next_snapshot, reason = 0, tokens // snapshots, "nothing"
     begin = said = time.perf_counter()
@@ -273,7 +308,7 @@ def compare(found: Recording, operands: Operands, say: Callable[[str], None]) ->
 
 def _compared(rows: int, state: Tensor, m: Tensor, bound: Tensor) -> Compared:
     off = (state.double() - m).norm(dim=2)
-    ratio = off / bound.clamp(min=1e-300)
+    ratio = off / (bound + TINY)
     relative = off / m.norm(dim=2).clamp(min=1e-300)
     return Compared(rows, float(ratio.max()), float(relative.max()), int(ratio.flatten(1).max(1).values.argmax()))
 
@@ -301,7 +336,7 @@ def probe(found: Recording, operands: Operands) -> tuple[int, int]:
         u = rows.beta[chosen][..., None] * rows.value[chosen]
         wanted = rows.key[chosen][..., None] * u[:, :, None]
         probed += wanted.numel()
-        other += int(((state - wanted).abs() > BF16_STEP * wanted.abs()).sum())
+        other += int(((state - wanted).abs() > BF16_STEP * wanted.abs() + TINY).sum())
     return probed, other
 
 
@@ -313,9 +348,10 @@ def soak(
     every: int = 100,
     snapshots: int = 10,
     say: Callable[[str], None] = lambda _: None,
+    model: Model | None = None,
 ) -> Result:
     """Generate, replay, compare."""
-    found, _, facts = record(checkpoint, tokens, k, device, every, snapshots, say)
+    found, _, facts = record(checkpoint, tokens, k, device, every, snapshots, say, model)
     operands = operands_of(found)
     probed, other = probe(found, operands)
     compared = compare(found, operands, say)
@@ -338,6 +374,8 @@ def main() -> int:
     """1 if a run failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=20000)
+    parser.add_argument("--model", choices=("shipped", "full"), default="shipped")
+    parser.add_argument("--layers", type=int, default=8, help="of the random model")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--spec-tokens", type=lambda s: [int(v) for v in s.split(",")], default=[3, 0])
     parser.add_argument("--every", type=int, default=100, help="steps between looks at all state tensors")
@@ -352,16 +390,24 @@ def main() -> int:
         print(text, file=sys.stderr, flush=True)
 
     name = torch.cuda.get_device_name(options.device) if options.device != "cpu" else "cpu"
-    checkpoint = long_checkpoint(options.tokens)
+    model: Model | None = None
+    if options.model == "full":
+        drafts = max(options.spec_tokens)
+        checkpoint, model = drawn(FULL, options.layers, options.tokens, drafts, options.device)
+    else:
+        checkpoint = long_checkpoint(options.tokens)
     results: list[Result] = []
     for k in options.spec_tokens:
-        results.append(soak(checkpoint, options.tokens, k, options.device, options.every, options.snapshots, say))
+        results.append(
+            soak(checkpoint, options.tokens, k, options.device, options.every, options.snapshots, say, model)
+        )
         print("\n".join(results[-1].lines()), flush=True)
         line = json.dumps(
             {
                 "device": name,
                 "torch": torch.__version__,
                 "commit": options.commit,
+                "model": options.model,
                 "runs": [asdict(r) | {"passed": r.passed} for r in results],
             },
             separators=(",", ":"),

@@ -8,7 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.soak import Operands, Recording, compare, long_checkpoint, look, operands_of, probe, record, soak
+from benchmarks.soak import (
+    SHIPPED,
+    Operands,
+    Recording,
+    compare,
+    drawn,
+    long_checkpoint,
+    look,
+    operands_of,
+    probe,
+    record,
+    soak,
+)
 
 
 @cache
@@ -70,6 +82,12 @@ def test_what_is_not_finite_is_counted() -> None:
     look(looked, engine)
     assert looked.bad is not None
     assert int(looked.bad) == 2
+
+
+def test_a_random_model_is_held_to_the_same() -> None:
+    checkpoint, model = drawn(SHIPPED / "config.json", 4, 12, 2, "cpu")
+    for k in (2, 0):
+        assert soak(checkpoint, 12, k, "cpu", every=4, snapshots=1, model=model).passed
 
 
 @pytest.mark.slow
