@@ -240,7 +240,9 @@ def plan_for(checkpoint: Checkpoint, config: EngineConfig, device_bytes: int) ->
     """The plan that the engine makes, on an empty device."""
     placement = replace(placement_of(config), expert_workspace_bytes=EXPERT_WORKSPACE_BYTES)
     meminfo = Path("/proc/meminfo")
-    host = parse_meminfo(meminfo.read_text())["MemAvailable"] if meminfo.is_file() else 1 << 62
+    host = 1 << 62
+    if meminfo.is_file() and config.ngram_table != "pinned":  # a pinned table is there already
+        host = parse_meminfo(meminfo.read_text())["MemAvailable"]
     return plan_memory(checkpoint.config, checkpoint.weights, config, discrete_capacity(device_bytes, host), placement)
 
 
@@ -268,7 +270,7 @@ def measure(
         needed = 2 * (model.cos.shape[0] - positions_needed(config)) * model.cos.shape[1] * model.cos.element_size()
         limit = plan.total("device") + needed
         outside = outside_bytes(options.device)
-        torch.cuda.set_per_process_memory_fraction(min(1.0, (limit - outside) / whole), options.device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (limit - outside) / whole), index_of(options.device))
         torch.cuda.reset_peak_memory_stats(options.device)
     try:
         times = run(checkpoint, model, options, config, context, kv, table)
@@ -277,7 +279,7 @@ def measure(
     finally:
         gc.collect()
         if on_gpu:
-            torch.cuda.set_per_process_memory_fraction(1.0, options.device)
+            torch.cuda.set_per_process_memory_fraction(1.0, index_of(options.device))
     lengths = [b - a for a, b in pairwise(times.marks)]
     middle = reached(options, context, checkpoint.config)
     step = checkpoint_step_bytes(checkpoint.config, checkpoint.weights, 1, k, middle)
@@ -294,6 +296,12 @@ def measure(
         held=(torch.cuda.max_memory_reserved(options.device) + max(outside, times.outside)) / GIB if on_gpu else 0.0,
         allocated=torch.cuda.max_memory_allocated(options.device) / GIB if on_gpu else 0.0,
     )
+
+
+def index_of(device: str) -> int:
+    """Of a CUDA device; some of torch's functions take no name without one."""
+    index = torch.device(device).index
+    return torch.cuda.current_device() if index is None else index
 
 
 def outside_bytes(device: str) -> int:
