@@ -288,7 +288,7 @@ class Verdict:
 ERRORS = re.compile(r"ERROR SUMMARY: (\d+) error")
 HAZARDS = re.compile(r"RACECHECK SUMMARY: (\d+) hazards? displayed \((\d+) errors?, (\d+) warnings?\)")
 FINDING = re.compile(
-    r"^=========\s+(Invalid|Error|Warning|Barrier|Divergent|Misaligned|Address|Race|Uninit|Unsupp)", re.M
+    r"^=========\s+(Invalid|Error|Warning|Barrier|Divergent|Misaligned|Address|Race|Uninit|Unsupp|Internal)", re.M
 )
 
 

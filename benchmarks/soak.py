@@ -4,12 +4,11 @@
     PYTHONPATH=src python3 -m benchmarks.soak --tokens 4000 --model full
 
 One sequence, sampled, through the engine's own loop, once for each --spec-tokens: of the shipped model with a longer
-rotary table, or of eight random layers of full width (six delta nets of 48 heads of 128). Every step's logits are
-looked at by the sampler, which ends a request whose logits are not finite; every --every steps all state tensors are
-looked at here. After each step the rows that it leaves pending are copied: projected q, k, v and the gates, what the
-delta-net kernels read. From them come the operands of the rule, by the reference's own operations, and float64 runs the
-rule again from the state after the prompt. At a few places on the way and at the end the kernel's float32 state is
-compared with it.
+rotary table, or of eight random layers of full width (six delta nets of 48 heads of 128). Values that are not finite
+are counted on the device: in all logits of every step, the drafter's too, and every --every steps in all state tensors.
+After each step the rows that it leaves pending are copied: projected q, k, v and the gates, what the delta-net kernels
+read. From them come the operands of the rule, by the reference's own operations, and float64 runs the rule again from
+the state after the prompt. At a few places on the way and at the end the kernel's float32 state is compared with it.
 
 The bound. One row takes a column m of a head's state [K, V] to
 
@@ -34,7 +33,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
@@ -48,7 +47,7 @@ from stepfloor.kernels._delta import DeltaConstants
 from stepfloor.kernels._torch import DeltaRows, delta_rows
 from stepfloor.kernels.gdn_decode import gdn_decode
 from stepfloor.model.load import load_model
-from stepfloor.model.model import LinearAttention, Model
+from stepfloor.model.model import LinearAttention, Model, Projection
 from stepfloor.model.random import RandomTensors
 from stepfloor.request import Request, SamplingParams
 from stepfloor.tokenizer.tokenizer import Tokenizer
@@ -75,10 +74,11 @@ class Recording:
     rows      [steps, R, C], of which counts[step] were kept; gates  [steps, R, 2 HV]
     counts    [steps] int64
     states    (steps whose rows are in it, [layers, HV, K, V]) taken on the way
-    bad       values that were not finite, of all layers and looks
+    bad       values that were not finite, of all logits and looks
     """
 
     constants: list[DeltaConstants]
+    bad: Tensor
     history: list[Tensor] = field(default_factory=list)
     start: list[Tensor] = field(default_factory=list)
     rows: list[list[Tensor]] = field(default_factory=list)
@@ -86,7 +86,6 @@ class Recording:
     counts: list[Tensor] = field(default_factory=list)
     states: list[tuple[int, Tensor]] = field(default_factory=list)
     looks: int = 0
-    bad: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -178,11 +177,13 @@ def record(
     """
     config = EngineConfig(spec_tokens=k, max_num_seqs=1, max_model_len=tokens + ROOM, device=device)
     prompt = tuple(Tokenizer.load(SHIPPED).encode(PROMPT))
-    if model is not None and k == 0:
+    if model is None:
+        model = load_model(checkpoint, positions_needed(config), device, decode_rows=k + 1)
+    if k == 0:
         model = replace(model, drafter=None)
-    engine = Engine(checkpoint, config, model=model)
+    found = Recording(constants_of(model), torch.zeros((), dtype=torch.int64, device=device))
+    engine = Engine(checkpoint, config, model=watched(model, found.bad))
     cache = engine.step.cache
-    found = Recording(constants_of(engine.step.model), bad=torch.zeros((), dtype=torch.int64, device=device))
     engine.submit(Request("soak", prompt, SamplingParams(temperature=0.8, top_p=0.95, seed=1), tokens))
     delivered, next_snapshot, reason = 0, tokens // snapshots, "nothing"
     begin = said = time.perf_counter()
@@ -211,6 +212,25 @@ def record(
     return found, engine, facts
 
 
+class Watched(Model):
+    """A model that counts, inside the captured step, logits that are not finite. Make it with `watched`."""
+
+    bad: Tensor
+
+    def logits(self, hidden: Tensor, head: Projection | None = None) -> Tensor:
+        """See Model."""
+        out = Model.logits(self, hidden, head)
+        self.bad.add_((~torch.isfinite(out)).sum())
+        return out
+
+
+def watched(model: Model, bad: Tensor) -> Watched:
+    """The same model; bad [] int64 on its device is where it counts."""
+    made = Watched(**{f.name: getattr(model, f.name) for f in fields(model)})
+    object.__setattr__(made, "bad", bad)  # a model is frozen
+    return made
+
+
 def constants_of(model: Model) -> list[DeltaConstants]:
     """Of the delta-net layers, in order."""
     return [layer.attention.constants for layer in model.layers if isinstance(layer.attention, LinearAttention)]
@@ -236,8 +256,7 @@ def look(found: Recording, engine: Engine) -> None:
     kept = (*cache.state, *cache.raw_rows, *cache.gate_rows, *cache.keys, *cache.values, *cache.block_keys)
     for tensor in (*kept, *cache.raw_keys, cache.ngram_rows):
         looked = tensor if tensor.dtype != torch.float8_e4m3fn else tensor.float()
-        if found.bad is not None:
-            found.bad += (~torch.isfinite(looked)).sum()
+        found.bad += (~torch.isfinite(looked)).sum()
 
 
 @dataclass(frozen=True)
@@ -362,7 +381,7 @@ def soak(
         float(str(facts["seconds"])),
         operands.ends[-1] / max(1, len(found.counts)),
         found.looks,
-        0 if found.bad is None else int(found.bad),
+        int(found.bad),
         str(facts["reason"]),
         probed,
         other,

@@ -20,7 +20,9 @@ from benchmarks.soak import (
     probe,
     record,
     soak,
+    watched,
 )
+from stepfloor.model.load import load_model
 
 
 @cache
@@ -28,7 +30,6 @@ def short() -> tuple[Recording, Operands]:
     found, _, facts = record(long_checkpoint(40), 40, 2, "cpu", 5, 2, lambda _: None)
     assert facts["tokens"] == 40
     assert found.looks >= 3
-    assert found.bad is not None
     assert int(found.bad) == 0
     return found, operands_of(found)
 
@@ -80,8 +81,20 @@ def test_what_is_not_finite_is_counted() -> None:
     engine.step.cache.ngram_rows[0, 0, 0] = float("inf")
     looked = replace(found, bad=torch.zeros((), dtype=torch.int64))
     look(looked, engine)
-    assert looked.bad is not None
     assert int(looked.bad) == 2
+
+
+def test_logits_that_are_not_finite_are_counted() -> None:
+    checkpoint = long_checkpoint(8)
+    model = load_model(checkpoint, 80, "cpu")
+    bad = torch.zeros((), dtype=torch.int64)
+    hidden = torch.ones(2, model.config.hidden_size, dtype=torch.bfloat16)
+    counting = watched(model, bad)
+    assert torch.equal(counting.logits(hidden), model.logits(hidden))
+    assert int(bad) == 0
+    hidden[1, 0] = float("nan")
+    counting.logits(hidden)
+    assert int(bad) == model.config.vocab_size
 
 
 def test_a_random_model_is_held_to_the_same() -> None:
