@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from stepfloor.cli import app
 from stepfloor.config import ModelConfig
 from stepfloor.formats.codec import PackedWeight
 from stepfloor.tools.bench import linears
@@ -64,3 +66,14 @@ def test_marks() -> None:
     assert close.verdicts == ("against cuBLAS unresolved", "85 % missed")
     assert replace(base, rows=64).verdicts == ()
     assert summary([base, close]).splitlines()[0] == "2 of 4 marks met"
+
+
+def test_the_flag_times_products_and_no_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[tuple[object, ...]] = []
+    monkeypatch.setattr(linears, "run_and_report_linears", lambda *given: asked.append(given))
+    small = str(resources.files("stepfloor").joinpath("shipped", "config.json"))
+    output = tmp_path / "out.json"
+    command = ["bench", "step", "--linears", "--device", "cpu", "--config", small, "--commit", "abc"]
+    result = CliRunner().invoke(app, [*command, "--output", str(output)])
+    assert result.exit_code == 0, result.output
+    assert asked == [(ModelConfig.read(Path(small)), "cpu", "abc", output)]
