@@ -137,7 +137,8 @@ def main() -> int:
         line = json.dumps(record | {"cells": [asdict(r) | {"kept": r.kept} for r in results]}, separators=(",", ":"))
         if options.json is not None:
             options.json.write_text(line + "\n")
-    print(line)
+    if options.json is None:
+        print(line)
     return int(not all(r.kept for r in results))
 
 

@@ -411,7 +411,8 @@ def main() -> int:
     line = json.dumps(record, separators=(",", ":"))
     if options.json is not None:
         options.json.write_text(line + "\n")
-    print(line)
+    if options.json is None:
+        print(line)
     return 0
 
 

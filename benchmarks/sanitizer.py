@@ -427,7 +427,8 @@ def main() -> int:
     )
     if options.json is not None:
         options.json.write_text(line + "\n")
-    print(line)
+    if options.json is None:
+        print(line)
     return int(sanitizer is None or not all(v.clean for v in verdicts))
 
 

@@ -433,7 +433,8 @@ def main() -> int:
         )
         if options.json is not None:
             options.json.write_text(line + "\n")
-    print(line)
+    if options.json is None:
+        print(line)
     return int(not all(r.passed for r in results))
 
 

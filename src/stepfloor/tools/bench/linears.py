@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from stepfloor.config import SPARSE, ModelConfig
+from stepfloor.errors import UserError
 from stepfloor.formats.codec import E4M3_MAX, PackedWeight, quantize
 from stepfloor.formats.table import FORMATS
 from stepfloor.kernels.linear import StreamedWeight, linear, linear_reference, linear_repack
@@ -53,6 +54,7 @@ class Product:
 class Timed:
     """One product in one format and number of rows.
 
+    rival         cuBLAS (torch.mm in bf16) or _scaled_mm; torch on the CPU, where no mark is asked for
     us, rival_us  of one call, medians; ratio  ours over the rival's, median of the rounds, low and high its extremes
     fraction      of the bandwidth; wanted  the least it should be, None where nothing was asked for
     """
@@ -77,7 +79,7 @@ class Timed:
     @property
     def verdicts(self) -> tuple[str, ...]:
         """What was asked of it: met, missed, or unresolved where the rounds disagree."""
-        if self.rows > MARKED_ROWS:
+        if self.rows > MARKED_ROWS or self.rival == "torch":
             return ()
         faster = "met" if self.high <= 1 else "missed" if self.low > 1 else "unresolved"
         found = [f"against {self.rival} {faster}"]
@@ -140,12 +142,12 @@ def products(config: ModelConfig) -> tuple[Product, ...]:
 
 
 def bench_linears(
-    config: ModelConfig, device: str, say: Callable[[str], None], measured: Callable[[list[Timed]], None]
-) -> list[Timed]:
-    """Check and time every product in every format that can store it.
+    config: ModelConfig, device: str, say: Callable[[str], None], measured: Callable[[list[Timed], list[str]], None]
+) -> tuple[list[Timed], list[str]]:
+    """Check and time every product in every format that can store it; also what failed, a sentence each.
 
-    measured  called with all results so far, whenever a product has been timed in a format
-    Raises RuntimeError where a product is wrong.
+    measured  called with all there is so far, whenever a product has been timed in a format
+    A product that is wrong, or whose kernel fails, has no times; the others go on.
     """
     bandwidth = read_bandwidth_gbps(device)
     say(f"reads {bandwidth:.0f} GB/s")
@@ -160,13 +162,17 @@ def bench_linears(
         made = dict(zip(wanted, pool.map(make, wanted), strict=True))
     say(f"{len(wanted)} matrices and their kernels in {time.perf_counter() - begin:.1f} s")
     results: list[Timed] = []
+    failed: list[str] = []
     for (product, format_name), (packed, weight) in made.items():
-        if time.perf_counter() - begin > MOST_SECONDS:
-            say(f"out of time: {product.name} in {format_name} is not measured")
-            continue
-        results += _time_product(product, packed, weight, device, bandwidth, say)
-        measured(results)
-    return results
+        try:
+            if time.perf_counter() - begin > MOST_SECONDS:
+                raise RuntimeError(f"not measured, {MOST_SECONDS:.0f} s are over")
+            results += _time_product(product, packed, weight, device, bandwidth, say)
+        except RuntimeError as error:
+            failed.append(f"{product.name} in {format_name}: {str(error).splitlines()[0]}")
+            say(failed[-1])
+        measured(results, failed)
+    return results, failed
 
 
 def _stores(format_name: str, k: int) -> bool:
@@ -335,28 +341,33 @@ def _pair(a: _Graph, b: _Graph, reversed_order: bool) -> tuple[float, float]:
 
 
 def run_and_report_linears(config: ModelConfig, device: str, commit: str, output: Path | None) -> None:
-    """Measure and print: a row of the table as it comes, then what was met, then one JSON line, also into `output`."""
+    """Measure and print: a row of the table as it comes, then what was met, then one JSON line, or that into `output`.
+
+    Raises UserError at the end where a product failed.
+    """
     name = "cpu" if device == "cpu" else torch.cuda.get_device_name(device)
     head = {"device": name, "torch": torch.__version__, "commit": commit}
     printed = 0
 
-    def line(results: list[Timed]) -> str:
-        return json.dumps(
-            head | {"linears": [asdict(r) | {"verdicts": r.verdicts} for r in results]}, separators=(",", ":")
-        )
+    def line(results: list[Timed], failed: list[str]) -> str:
+        rows = [asdict(r) | {"verdicts": r.verdicts} for r in results]
+        return json.dumps(head | {"failed": failed, "linears": rows}, separators=(",", ":"))
 
-    def measured(results: list[Timed]) -> None:
+    def measured(results: list[Timed], failed: list[str]) -> None:
         nonlocal printed
         for result in results[printed:]:
             print(result.line(), flush=True)
         printed = len(results)
         if output is not None:
-            output.write_text(line(results) + "\n")
+            output.write_text(line(results, failed) + "\n")
 
     print(HEADER, flush=True)
-    results = bench_linears(config, device, lambda text: print(text, flush=True), measured)
+    results, failed = bench_linears(config, device, lambda text: print(text, flush=True), measured)
     print(summary(results))
-    print(line(results))
+    if output is None:
+        print(line(results, failed))
+    if failed:
+        raise UserError(f"{len(failed)} products have no times: {'; '.join(failed)}")
 
 
 def summary(results: Sequence[Timed]) -> str:
