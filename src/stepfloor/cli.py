@@ -388,11 +388,16 @@ def bench_step(
     device: Annotated[str, typer.Option(help="cuda, cuda:1, or cpu with a small model.")] = "cuda",
     count_experts: Annotated[bool, typer.Option(help="Count distinct experts in a second run of each cell.")] = True,
     profile: Annotated[bool, typer.Option(help="Profile a few steps of each cell.")] = True,
+    linears: Annotated[
+        bool, typer.Option("--linears", help="Time each matrix product beside torch's, in every format, not steps.")
+    ] = False,
     commit: Annotated[str, typer.Option(help="What was checked out, for the record.")] = "",
-    output: Annotated[Path | None, typer.Option(help="Write the JSON line here too.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the JSON line here too, as far as it is.")] = None,
 ) -> None:
     """Time decode steps offline, beside the bytes they must read."""
     from stepfloor.config import ModelConfig
+    from stepfloor.engine import check_device
+    from stepfloor.tools.bench.linears import run_and_report_linears
     from stepfloor.tools.bench.step import MIXES, Plan, random_checkpoint, run_and_report
 
     if mix not in MIXES:
@@ -402,6 +407,10 @@ def bench_step(
         checkpoint = random_checkpoint(ModelConfig.read(source), MIXES[mix])
     else:
         checkpoint = _open(model)
+    if linears:
+        check_device(device)
+        run_and_report_linears(checkpoint.config, device, commit, output)
+        return
     plan = Plan(
         mix if model is None else Path(model).name,
         _integers(sequences, "--sequences", 1),

@@ -7,6 +7,7 @@ import pytest
 
 from stepfloor.config import ModelConfig
 from stepfloor.errors import UserError
+from stepfloor.tools.bench import step as bench
 from stepfloor.tools.bench.profile import Event, summarise
 from stepfloor.tools.bench.step import MIXES, Cell, Plan, bench_steps, random_checkpoint, run_and_report
 from tests.checkpoints import tiny_config
@@ -31,6 +32,27 @@ def test_a_cell_is_what_it_says(tmp_path: Path, mix: str, capsys: pytest.Capture
     assert cell["fraction"] == pytest.approx(cell["floor_ms"] / cell["step_ms"])
     assert record["facts"]["prefill_tokens_per_s"] > 0
     assert "loaded in" in err
+
+
+def test_a_run_that_is_cut_leaves_what_it_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = random_checkpoint(ModelConfig.read(tiny_config(tmp_path)), MIXES["a"])
+    output, measure, seen = tmp_path / "line.json", bench._measure, []
+
+    def cut(*arguments: object) -> Cell:
+        if output.is_file():
+            seen.append(len(json.loads(output.read_text())["cells"]))
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        return measure(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(bench, "_measure", cut)
+    with pytest.raises(KeyboardInterrupt):
+        run_and_report(checkpoint, plan(sequences=(1, 2, 4), count_experts=False), True, "abc", output)
+    assert seen == [0, 1, 2]
+    assert len(json.loads(output.read_text())["cells"]) == 2
+    assert capsys.readouterr().out.count("\n") == 3  # the heading and two rows
 
 
 def test_real_acceptance_is_measured(tmp_path: Path) -> None:

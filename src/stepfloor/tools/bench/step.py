@@ -138,11 +138,16 @@ def random_checkpoint(config: ModelConfig, formats: WeightFormats) -> Checkpoint
 
 
 def bench_steps(
-    checkpoint: Checkpoint, plan: Plan, say: Callable[[str], None], drawn: bool
+    checkpoint: Checkpoint,
+    plan: Plan,
+    say: Callable[[str], None],
+    drawn: bool,
+    measured: Callable[[list[Cell], dict[str, float]], None] | None = None,
 ) -> tuple[list[Cell], dict[str, float]]:
     """Load once, measure every cell; also the seconds that loading took and prefill's tokens/s.
 
-    drawn  whether the weights are drawn on the device; else they are those of the checkpoint's files
+    drawn     whether the weights are drawn on the device; else they are those of the checkpoint's files
+    measured  called with all there is so far: after loading, after each cell, after the prefill
     Raises UserError for a cell that the model or the device cannot hold.
     """
     check_device(plan.device)
@@ -172,15 +177,17 @@ def bench_steps(
     facts = {"load_s": time.perf_counter() - begin, "bandwidth_gbps": read_bandwidth_gbps(plan.device)}
     say(f"loaded in {facts['load_s']:.1f} s; reads {facts['bandwidth_gbps']:.0f} GB/s")
     cells: list[Cell] = []
-    say(HEADER)
+    report = measured or (lambda cells, facts: None)
+    report(cells, facts)
     for context in plan.contexts:
         for sequences in plan.sequences:
             for k in plan.spec_tokens:
                 cells.append(_measure(checkpoint, model, plan, sequences, k, context, facts["bandwidth_gbps"]))
-                say(cells[-1].line())
+                report(cells, facts)
     if plan.prefill_tokens:
         facts["prefill_tokens_per_s"] = _prefill(checkpoint, model, plan)
         say(f"prefill of {plan.prefill_tokens} tokens: {facts['prefill_tokens_per_s']:.0f} tokens/s")
+        report(cells, facts)
     return cells, facts
 
 
@@ -368,24 +375,43 @@ def _settle(device: str) -> None:
 
 
 def run_and_report(checkpoint: Checkpoint, plan: Plan, drawn: bool, commit: str, output: Path | None) -> None:
-    """Measure and print: progress on standard error, the table and the JSON line on standard output."""
+    """Measure and print: progress on standard error, the table and the JSON line on standard output.
+
+    A row of the table is printed, and the file at `output` replaced, whenever a cell is done: a run that is cut leaves
+    what it measured.
+    """
 
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    cells, facts = bench_steps(checkpoint, plan, say, drawn)
-    print(HEADER)
-    for cell in cells:
-        print(cell.line())
+    name = "cpu" if plan.device == "cpu" else torch.cuda.get_device_name(plan.device)
+    head = {"device": name, "torch": torch.__version__, "commit": commit, "plan": asdict(plan)}
+
+    def line(cells: list[Cell], facts: dict[str, float]) -> str:
+        return json.dumps(head | {"facts": facts, "cells": [asdict(cell) for cell in cells]}, separators=(",", ":"))
+
+    printed = 0
+
+    def measured(cells: list[Cell], facts: dict[str, float]) -> None:
+        nonlocal printed
+        for cell in cells[printed:]:
+            print(cell.line() if printed else f"{HEADER}\n{cell.line()}", flush=True)
+            printed += 1
+        if output is not None:
+            _replace(output, line(cells, facts) + "\n")
+
+    cells, facts = bench_steps(checkpoint, plan, say, drawn, measured)
     for cell in cells:
         if cell.profile is not None:
             print(losses(cell, cell.profile))
-    name = "cpu" if plan.device == "cpu" else torch.cuda.get_device_name(plan.device)
-    record = {"device": name, "torch": torch.__version__, "commit": commit, "plan": asdict(plan), "facts": facts}
-    line = json.dumps(record | {"cells": [asdict(cell) for cell in cells]}, separators=(",", ":"))
-    print(line)
-    if output is not None:
-        output.write_text(line + "\n")
+    print(line(cells, facts))
+
+
+def _replace(path: Path, text: str) -> None:
+    """Put a text in a file's place, whole or not at all."""
+    beside = path.with_name(path.name + ".part")
+    beside.write_text(text)
+    beside.replace(path)
 
 
 def losses(cell: Cell, profile: Profile) -> str:
