@@ -45,9 +45,9 @@ COMPILER = shutil.which("g++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to build the kernel for the host")
 
 LINEAR = """
-extern "C" int run(const Arguments* a, u64 tape, u64 scales, u64 x, int blocks, int cluster, int threads, u64 shared_bytes) {
+extern "C" int run(const Arguments* a, u64 tape, u64 scales, u64 x, int blocks, int of, int threads, u64 shared_bytes) {
   readable = {{a->tape, tape}, {(const u8*)a->scales, scales}, {(const u8*)a->x, x}};
-  return run_grid(blocks, cluster, threads, shared_bytes, [=] { linear_kernel(*a); });
+  return run_grid(blocks, of, threads, shared_bytes, [=] { linear_kernel(*a); });
 }
 """
 DENSE = """
