@@ -283,8 +283,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) hc_down_kernel(con
     const int unit = warp + WARPS * i, row = unit / STEPS, column = unit % STEPS * 256 + lane * 8;
     if (unit >= units || unit % GROUPS != group) continue;
     const long long at = (long long)(first + row) * (STREAMS * D) + first_column + column;
-    if (WRITE) *(Words*)(a.new_residual + at) = r[i];
-    if (NORM_FIRST) *(Words*)(a.normed + at) = load_shared(base + X_AT + row * X_PITCH + column * 2);
+    if (WRITE) store_global(a.new_residual + at, r[i]);
+    if (NORM_FIRST) store_global(a.normed + at, load_shared(base + X_AT + row * X_PITCH + column * 2));
   }
   cluster_wait();
 
@@ -300,8 +300,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) hc_down_kernel(con
     for (int i = 0; i < ROUNDS; i++) {
       const int unit = warp + WARPS * i, row = unit / STEPS, column = unit % STEPS * 256 + lane * 8;
       const float own = from_lane(factor, min(row, X_ROWS - 1));
-      if (unit < units && unit % GROUPS == group)
-        *(Words*)(a.normed + (long long)(first + row) * (STREAMS * D) + first_column + column) = normalise(r[i], own, base + SCALE_AT + column * 4);
+      if (unit >= units || unit % GROUPS != group) continue;
+      const long long at = (long long)(first + row) * (STREAMS * D) + first_column + column;
+      store_global(a.normed + at, normalise(r[i], own, base + SCALE_AT + column * 4));
     }
   }
   cluster_leave();
@@ -327,7 +328,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) hc_down_norms_kernel(const
   if (WRITE) {
     const Words y = load_global(a.y + (long long)row * D + column);
     write_stream(r, y, load_half(a.weights + row * STREAMS + stream));
-    *(Words*)(a.new_residual + at) = r;
+    store_global(a.new_residual + at, r);
   }
   const float sum = warp_sum(square_sum(r));
   if (lane == 0) squares[warp] = sum;
@@ -335,7 +336,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) hc_down_norms_kernel(const
   float mine = 0.f;
 #pragma unroll
   for (int i = 0; i < UNITS; i++) mine += squares[i];
-  *(Words*)(a.normed + at) = normalise(r, inverse_root(mine / D + a.eps), low, high);
+  store_global(a.normed + at, normalise(r, inverse_root(mine / D + a.eps), low, high));
 }
 
 #else

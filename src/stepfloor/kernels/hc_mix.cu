@@ -6,8 +6,9 @@
 // More than X_ROWS rows go in turns, all in one launch: the grid is turns times blocks.
 //
 // STAGED 0, few rows: a warp reads its slice of `low` from the L2 into registers, as every stream's warp does. STAGED 1: the
-// block copies `low` to shared memory once, a warp keeps its weights in registers, decoded once for all tiles of 16 rows,
-// and its sums take the place of those weights in shared memory, so that the next kernel's block still fits beside this one.
+// block brings `low` to shared memory once, as the fragments that matrix steps take; a warp keeps its weights in registers,
+// decoded once for all tiles of 16 rows, and its sums take the place of those weights in shared memory, so that the next
+// kernel's block still fits beside this one.
 
 #include "stream.cuh"
 #include "formats.cuh"
@@ -42,8 +43,10 @@ constexpr int WARP_BYTES = STAGED ? (PIECE_BYTES > SUMS_BYTES ? PIECE_BYTES : SU
 constexpr int SUMS_AT = STAGED ? 0 : WARPS * PIECE_BYTES + 512;  // 512: what idle lanes read past the last row
 constexpr int SUMS_PITCH = STAGED ? WARP_BYTES / 4 : X_ROWS * PITCH;  // floats from warp to warp
 constexpr int X_AT = WARPS * WARP_BYTES + 512 + (STAGED ? 0 : WARPS * SUMS_BYTES);
-constexpr int X_PITCH = RANK * 2 + 64;  // 64 modulo 128 bytes: two rows of x side by side in the banks
-constexpr int ROW_SCALES_AT = X_AT + (STAGED ? X_ROWS * X_PITCH : 0);
+constexpr int X_STEPS = RANK / 32;
+constexpr int ITEMS = TILES * X_STEPS;  // x of a tile in a step: 1 KB, 16 bytes of each lane, then 16 more
+constexpr int LANE_ITEMS = STAGED ? (ITEMS + WARPS - 1) / WARPS : 1;
+constexpr int ROW_SCALES_AT = X_AT + (STAGED ? ITEMS * 1024 : 0);
 constexpr int BARRIERS_AT = (ROW_SCALES_AT + (ROW_SCALES ? STREAMS * COLUMNS * 4 : 0) + 7) / 8 * 8;
 
 struct Arguments {
@@ -53,12 +56,6 @@ struct Arguments {
   u16* out;
   int rows;
 };
-
-// One tile of 16 rows, or of 8, by 8 weight rows.
-DEVICE void multiply(float (&acc)[2][4], const Words& x, const Words& z, const Words& w) {
-  matrix_step(acc[0], x.x, z.x, x.y, z.y, w.x, w.y);
-  matrix_step(acc[1], x.z, z.z, x.w, z.w, w.z, w.w);
-}
 
 DEVICE void store_sums(float* to, const float (&acc)[WIDTHS][2][4], int g, int t) {
 #pragma unroll
@@ -91,27 +88,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) hc_mix_kernel(cons
       row_scales[i] = load_global_float(a.row_scales + block * (STREAMS * COLUMNS) + i);
   wait_for_predecessor();
 
-  Words x[STAGED ? 1 : STEPS], z[!STAGED && TALL ? STEPS : 1];
-  const int column = warp % SLICES * STEPS * 32 + t * 8;
-  if constexpr (STAGED) {
-    // rows past the last one stay as they are: they spoil sums that nobody stores
-    constexpr int CHUNKS = RANK / 8;
+  // Rows past the last one repeat it: they spoil sums that nobody stores. All loads before their first use.
+  constexpr int LOADS = STAGED ? LANE_ITEMS : STEPS;
+  Words x[LOADS], z[LOADS];
 #pragma unroll
-    for (int i = 0; i < (X_ROWS * CHUNKS + THREADS - 1) / THREADS; i++) {
-      const int e = threadIdx.x + i * THREADS;
-      if (e < rows * CHUNKS)
-        copy16(base + X_AT + e / CHUNKS * X_PITCH + e % CHUNKS * 16, a.low + (long long)first * RANK + e * 8);
-    }
-    copies_commit();
-  } else {
-    // rows past the last one repeat it
-    const u16* top = a.low + (long long)(first + min(g, rows - 1)) * RANK + column;
-    const u16* bottom = a.low + (long long)(first + min(g + 8, rows - 1)) * RANK + column;
-#pragma unroll
-    for (int i = 0; i < STEPS; i++) {
-      x[i] = load_global(top + i * 32);
-      if (TALL) z[i] = load_global(bottom + i * 32);
-    }
+  for (int i = 0; i < LOADS; i++) {
+    const int item = min(warp + WARPS * i, ITEMS - 1), row = (STAGED ? item / X_STEPS * 16 : 0) + g;
+    const int column = (STAGED ? item % X_STEPS : warp % SLICES * STEPS + i) * 32 + t * 8;
+    x[i] = load_global(a.low + (first + min(row, rows - 1)) * RANK + column);
+    z[i] = TALL ? load_global(a.low + (first + min(row + 8, rows - 1)) * RANK + column) : Words{0, 0, 0, 0};
   }
   u32 n[ROUNDS][STREAMS];  // requested now, needed last
 #pragma unroll
@@ -131,9 +116,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) hc_mix_kernel(cons
 #pragma unroll
       for (int width = 0; width < WIDTHS; width++)
         w[i][width] = decode(load_codes(weights + i * unit_bytes(ROWS), ROWS, width * 8 + g, t), 0, t);
-    copies_wait<0>();
+#pragma unroll
+    for (int i = 0; i < LANE_ITEMS; i++) {
+      const int item = warp + WARPS * i;
+      if (item >= ITEMS) break;
+      store_shared(base + X_AT + item * 1024 + lane * 16, Words{x[i].x, z[i].x, x[i].y, z[i].y});
+      store_shared(base + X_AT + item * 1024 + 512 + lane * 16, Words{x[i].z, z[i].z, x[i].w, z[i].w});
+    }
     __syncthreads();  // all of `low` is here, and nobody reads weights from where sums go
-    const u32 top = base + X_AT + g * X_PITCH + column * 2;
+    const u32 items = base + X_AT + warp % SLICES * (STEPS * 1024) + lane * 16;
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++) {
       float acc[WIDTHS][2][4];
@@ -141,10 +132,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) hc_mix_kernel(cons
       for (int i = 0; i < WIDTHS * 8; i++) (&acc[0][0][0])[i] = 0.f;
 #pragma unroll
       for (int i = 0; i < STEPS; i++) {
-        const Words v = load_shared(top + tile * 16 * X_PITCH + i * 64);
-        const Words u = load_shared(top + (tile * 16 + 8) * X_PITCH + i * 64);
+        const u32 at = items + (tile * X_STEPS + i) * 1024;
+        const Words even = load_shared(at), odd = load_shared(at + 512);
 #pragma unroll
-        for (int width = 0; width < WIDTHS; width++) multiply(acc[width], v, u, w[i][width]);
+        for (int width = 0; width < WIDTHS; width++) {
+          matrix_step(acc[width][0], even.x, even.y, even.z, even.w, w[i][width].x, w[i][width].y);
+          matrix_step(acc[width][1], odd.x, odd.y, odd.z, odd.w, w[i][width].z, w[i][width].w);
+        }
       }
       store_sums(sums + warp * SUMS_PITCH + tile * 16 * PITCH, acc, g, t);
     }
@@ -155,9 +149,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) hc_mix_kernel(cons
 #pragma unroll
     for (int i = 0; i < STEPS; i++)
 #pragma unroll
-      for (int width = 0; width < WIDTHS; width++)
-        multiply(acc[width], x[i], TALL ? z[TALL ? i : 0] : Words{0, 0, 0, 0},
-                 decode(load_codes(weights + i * unit_bytes(ROWS), ROWS, width * 8 + g, t), 0, t));
+      for (int width = 0; width < WIDTHS; width++) {
+        const Words w = decode(load_codes(weights + i * unit_bytes(ROWS), ROWS, width * 8 + g, t), 0, t);
+        matrix_step(acc[width][0], x[i].x, z[i].x, x[i].y, z[i].y, w.x, w.y);
+        matrix_step(acc[width][1], x[i].z, z[i].z, x[i].w, z[i].w, w.z, w.w);
+      }
     store_sums(sums + warp * SUMS_PITCH, acc, g, t);
   }
   __syncthreads();

@@ -356,7 +356,7 @@ def shared_bytes(plan: MixPlan, variant: MixVariant) -> int:
     scales = plan.streams * plan.columns * 4 if plan.format in ("fp8_channel", "fp8_tensor") else 0
     weights, sums = stream.piece_bytes, variant.capacity * pitch * 4
     of_warps = WARPS * (max(weights, sums) if variant.staged else weights + sums) + 512
-    low = variant.capacity * (plan.rank * 2 + 64) if variant.staged else 0
+    low = variant.capacity * plan.rank * 2 if variant.staged else 0
     return -(-(of_warps + low + scales) // 8) * 8 + WARPS * 8
 
 
