@@ -64,7 +64,8 @@ def test_down_on_the_host(parts: int, norm_first: bool, name: str, tmp_path: Pat
         out = [torch.full((count + 1, width), torch.nan, dtype=torch.bfloat16) for width in (2048, 2048, 24, 4)]
         packed = hc_down_module.pack_arguments(tape, inputs["norm_scale"], *rows.values(), *out, inputs["eps"], scales)
         given = [tape, inputs["norm_scale"], *rows.values(), *([] if scales is None else [scales])]
-        run_down(replace(plan, whole_rows=whole_rows, turn_rows=turn_rows), count, True, packed, given, out[1], tmp_path)
+        form = replace(plan, whole_rows=whole_rows, turn_rows=turn_rows)
+        run_down(form, count, True, packed, given, out[1], tmp_path)
         assert all(bool(t[count:].isnan().all()) for t in out)
         out = [t[:count] for t in out]
         assert down_faults(out, [t[:count] for t in reference], weight, norm_first) == []

@@ -14,15 +14,16 @@ its n and its sums come in another order, so it may differ from the reference by
 in the product. More rows than a decode step has, and matrices that are not repacked, go through three: write and norms,
 a product, and what follows it.
 
-Why two kernels from WHOLE_ROWS rows on, at the model's sizes on an H200, where a multiprocessor gets 42 bytes a ns of the
-L2's 5.5 TB/s. A block of the whole kernel prepares 1280 columns of every row, and 16 clusters prepare the same ones: for
-16 rows a block reads 82 KB of R and y (2.0 us) and spends some 11,000 warp instructions on them (1.5 us at four
-schedulers that issue every second clock), in one row after another of waits: loads, a barrier of the cluster, norms,
-product, a second barrier; measured 11.1 us, and 47 us for 64 rows in four launches. Apart, the norms touch R, y and n
-once (64 rows: 5.3 MB, 1 us and a launch), and a block of the product reads its 1280 columns of n, 2.6 KB a row: 1.0 us at
-16 rows, 3.9 us at 64, while its weights (54 KB) came before the wait. Tensor cores have 30 matrix steps a warp and
-16 rows, 0.1 us; shared memory 54 KB of weights and 22 KB of sums, 0.4 us. So 16 rows should take 6 to 7 us, 64 rows 9 to 11.
-Those are estimates: `benchmarks.hyper_connection` measures every form.
+Why two kernels for more than WHOLE_ROWS rows, at the model's sizes on an H200, where a multiprocessor gets 42 bytes a
+ns of the L2's 5.5 TB/s and issues 7 warp instructions a ns. A block of the whole kernel prepares 1280 columns of every
+row, as 15 other clusters do: at 16 rows it reads 82 KB of R and y (2.0 us), issues 17,700 warp instructions (2.5 us),
+and all of it in one line: loads, a barrier of the cluster, norms, product, a second barrier. Measured: 11.1 us, and 47
+us for 64 rows in four launches. Apart, the norms touch R, y and n once (64 rows: 5.3 MB, 1.0 us, and a launch, 0.75
+us). A block of the product reads its 1280 columns of n, 2.6 KB a row: 1.0 us at 16 rows, 3.9 at 64, beside which it
+issues 7,300 and 11,800 warp instructions (1.0 and 1.7 us); its weights, 54 KB, came before the wait. Shared memory
+moves 54 KB of weights for each tile of 16 rows (0.25 us) and tensor cores have 30 matrix steps a warp and tile (0.1
+us). With the cluster's barriers and sums, about 1.5 us, 16 rows should take 6 to 7 us and 64 rows 9 to 11. These are
+estimates, no GPU has run it: `benchmarks.hyper_connection` measures every form.
 """
 
 import logging
@@ -333,7 +334,7 @@ def queue_down(
     eps: float,
     dependent: bool = True,
 ) -> None:
-    """Queue the one kernel or the two that the rows take, MAX_ROWS at most; all tensors contiguous bf16.
+    """Queue the one kernel or the two that the rows take; all tensors contiguous bf16.
 
     norm_scale  float32, finished before the kernel before this one began: it is read before the wait
     inputs      residual, y, y_weights; outputs  as hc_down returns them; without y the first is left alone

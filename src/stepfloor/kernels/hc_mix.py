@@ -8,12 +8,13 @@ On a GPU the matrix is repacked once, at load (`hc_mix_repack`), so that one blo
 the same channels of every stream and finishes them. Its sums depend on the shape alone, never on the number of rows.
 More rows than a decode step has, and matrices that are not repacked, go through a product and one kernel for the rest.
 
-Why `low` is staged in shared memory from DIRECT_ROWS rows on, at the model's sizes on an H200, where a multiprocessor gets
-42 bytes a ns of the L2's 5.5 TB/s and 128 bytes a clock of its shared memory. Read by every warp, 64 rows of `low` are
-164 KB a block (3.9 us), as four launches in a row they took 20 us. Staged they are 41 KB (1.0 us), n 10 KB; shared memory
-then moves 164 KB of `low` to the warps, 51 KB of weights once, 98 KB of sums in and out (1.4 us); 120 matrix steps a warp
-(0.4 us); 2,560 warp instructions for the sigmoids of a scheduler (1.5 us). With the launch, 64 rows should take 6 us.
-Estimates: `benchmarks.hyper_connection` measures every form.
+Why `low` is staged in shared memory for more than DIRECT_ROWS rows, at the model's sizes on an H200, where a
+multiprocessor gets 42 bytes a ns of the L2's 5.5 TB/s, 220 of its shared memory, and issues 7 warp instructions a ns.
+Read by every warp, 64 rows of `low` are 164 KB a block (3.9 us); in four launches in a row they took 20 us. Staged
+they are 41 KB (1.0 us) beside 10 KB of n; shared memory then moves 205 KB of `low`, 51 KB of weights, once for all
+tiles, and 98 KB of sums (1.6 us); 13,400 warp instructions, half of them sigmoids, are 1.9 us. Some of these overlap:
+with the launch, 64 rows should take 5 to 7 us. These are estimates, no GPU has run it: `benchmarks.hyper_connection`
+measures every form.
 """
 
 import logging
@@ -277,7 +278,7 @@ def stream_mix(low: Tensor, normed: Tensor, up: StreamedMix) -> Tensor:
 
 
 def queue_mix(up: StreamedMix, low: Tensor, normed: Tensor, out: Tensor, dependent: bool = True) -> None:
-    """Queue the kernel on MAX_ROWS rows at most; all tensors contiguous bf16. dependent: programmatic dependent launch."""
+    """Queue the kernel; all tensors contiguous bf16. dependent: programmatic dependent launch."""
     launch = launch_for(up.plan, up.plan.variant(low.shape[0]), low.device, up.cache_dir, dependent)
     launch(pack_arguments(up.tape, low, normed, out, up.scales))
 
