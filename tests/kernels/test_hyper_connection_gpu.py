@@ -222,11 +222,46 @@ def test_mix_against_the_reference(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @GPU
-def test_graph_replay_of_dependent_pairs_equals_eager(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["bf16", *QUANTIZED])
+def test_every_form_gives_a_row_the_bits_it_has_alone(name: str, tmp_path: Path) -> None:
+    """Guards against an order of sums, or a rounding of n, that depends on the rows beside it or on the form."""
+    inputs = hc_down_inputs(80, 2560, 320, name, torch.bfloat16, "cuda")
+    mixed = hc_mix_inputs(80, 2560, 320, name, torch.bfloat16, "cuda")
+    plan, mix = plan_down(324, 320, 4, 2560, 132, 2, format_name=name), plan_mix(2560, 4, 320, 132, format_name=name)
+    weight = inputs["down"][0]
+    down = StreamedDown(plan, pack_tape(weight, plan.stream), tmp_path, outer_scales(weight))
+    tape, scales = pack_mix(mixed["up"][0], mix)
+    up = StreamedMix(mix, tape, tmp_path, scales)
+    torch.cuda.synchronize()
+
+    def both(first: int, rows: int, whole_rows: int, direct_rows: int, turn_rows: int) -> tuple[Tensor, ...]:
+        part = slice(first, first + rows)
+        given = {key: inputs[key][part] for key in ("residual", "y", "y_weights")}
+        form = replace(down, plan=replace(plan, whole_rows=whole_rows, turn_rows=turn_rows))
+        mix_form = replace(up, plan=replace(mix, direct_rows=direct_rows, turn_rows=turn_rows))
+        normed = mixed["normed"][part]
+        return (*hc_down(**{**inputs, **given, "down": (form,)}), hc_mix(mixed["low"][part], normed, (mix_form,), 4))
+
+    alone = {row: both(row, 1, 80, 16, 16) for row in (0, 7, 8, 15, 16, 33, 47, 63, 64, 79)}
+    for case in ((80, 16, 16), (0, 8, 16), (0, 8, 32), (0, 8, 48), (0, 8, 64), (0, 8, 80)):
+        for rows in (1, 9, 16, 17, 40, 64, 80):
+            if rows < 9 and case[0] == 80:
+                continue
+            together = both(0, rows, *case)
+            for row, wanted in alone.items():
+                if row < rows:
+                    assert all(torch.equal(a[row], b[0]) for a, b in zip(together, wanted, strict=True)), (case, rows)
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize("rows", [4, 64])
+def test_graph_replay_of_dependent_pairs_equals_eager(rows: int, tmp_path: Path) -> None:
     """A kernel that starts early must still wait for its input."""
-    inputs = hc_down_inputs(4, 2560, 320, "bf16", torch.bfloat16, "cuda")
-    down = hc_down_repack(inputs["down"], 320, 4, "cuda", tmp_path)
-    up = hc_mix_repack(hc_mix_inputs(4, 2560, 320, "bf16", torch.bfloat16, "cuda")["up"], 4, "cuda", tmp_path)
+    inputs = hc_down_inputs(rows, 2560, 320, "bf16", torch.bfloat16, "cuda")
+    mixed = hc_mix_inputs(rows, 2560, 320, "bf16", torch.bfloat16, "cuda")
+    down = hc_down_repack(inputs["down"], 320, 4, "cuda", tmp_path, max_rows=rows)
+    up = hc_mix_repack(mixed["up"], 4, "cuda", tmp_path, max_rows=rows)
 
     def chain() -> tuple[Tensor, ...]:
         residual, y, weights = inputs["residual"], inputs["y"], inputs["y_weights"]

@@ -163,17 +163,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) hc_mix_kernel(cons
     if (e >= rows * PAIRS || to_column >= D) continue;
     float total[2] = {0.f, 0.f};
 #pragma unroll
-    for (int s = 0; s < STREAMS; s++)
+    for (int s = 0; s < STREAMS; s++) {
+      float value[2] = {0.f, 0.f};
 #pragma unroll
       for (int c = 0; c < 2; c++) {
         const int j = e % PAIRS * 2 + c, of = (s * HALVES + j / ROWS) * SLICES;
-        float value = 0.f;
 #pragma unroll
-        for (int slice = 0; slice < SLICES; slice++) value += sums[(of + slice) * SUMS_PITCH + m * PITCH + j % ROWS];
-        if (ROW_SCALES) value *= row_scales[s * COLUMNS + j];
-        const float gate = lower(to_bf16(sigmoid(lower(to_bf16(value)))));
-        total[c] += lower(to_bf16(gate * (c == 0 ? lower(n[i][s]) : upper(n[i][s]))));
+        for (int slice = 0; slice < SLICES; slice++) value[c] += sums[(of + slice) * SUMS_PITCH + m * PITCH + j % ROWS];
+        if (ROW_SCALES) value[c] *= row_scales[s * COLUMNS + j];
       }
+      // bf16 pairs are converted in a quarter of the time of single values
+      const u32 logits = to_pair(value[0], value[1]);
+      const u32 gated = multiply_pair(to_pair(short_sigmoid(lower(logits)), short_sigmoid(upper(logits))), n[i][s]);
+      total[0] += lower(gated);
+      total[1] += upper(gated);
+    }
     *(u32*)(a.out + (long long)(first + m) * D + to_column) = to_pair(total[0] / STREAMS, total[1] / STREAMS);
   }
 }
