@@ -12,9 +12,8 @@ Why `low` is staged in shared memory for more than DIRECT_ROWS rows, at the mode
 multiprocessor gets 42 bytes a ns of the L2's 5.5 TB/s, 220 of its shared memory, and issues 7 warp instructions a ns.
 Read by every warp, 64 rows of `low` are 164 KB a block (3.9 us); in four launches in a row they took 20 us. Staged
 they are 41 KB (1.0 us) beside 10 KB of n; shared memory then moves 205 KB of `low`, 51 KB of weights, once for all
-tiles, and 98 KB of sums (1.6 us); 13,400 warp instructions, half of them sigmoids, are 1.9 us. Some of these overlap:
-with the launch, 64 rows should take 5 to 7 us. These are estimates, no GPU has run it: `benchmarks.hyper_connection`
-measures every form.
+tiles, and 98 KB of sums (1.6 us); 8,800 warp instructions are 1.3 us. Some of these overlap: with the launch, 64 rows
+should take 5 to 6 us. These are estimates, no GPU has run it: `benchmarks.hyper_connection` measures every form.
 """
 
 import logging
