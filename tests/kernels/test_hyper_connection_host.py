@@ -59,7 +59,9 @@ def test_down_on_the_host(parts: int, norm_first: bool, name: str, tmp_path: Pat
     tape, scales = pack_tape(weight, plan.stream), outer_scales(weight)
     reference = hc_down_reference(**inputs)
     outputs = []
-    for whole_rows, turn_rows, count in DOWN_VARIANTS if norm_first else DOWN_VARIANTS[:2]:
+    # norms last have one form; what a format changes shows in the first and the last
+    variants = DOWN_VARIANTS if name == "bf16" else DOWN_VARIANTS[::4]
+    for whole_rows, turn_rows, count in variants if norm_first else DOWN_VARIANTS[:2]:
         rows = {name: inputs[name][:count].clone() for name in ("residual", "y", "y_weights")}
         out = [torch.full((count + 1, width), torch.nan, dtype=torch.bfloat16) for width in (2048, 2048, 24, 4)]
         packed = hc_down_module.pack_arguments(tape, inputs["norm_scale"], *rows.values(), *out, inputs["eps"], scales)
@@ -96,7 +98,11 @@ def test_down_without_a_write_and_without_inject_rows(whole_rows: int, tmp_path:
 @needs_compiler
 @pytest.mark.parametrize(
     ("slices", "name"),
-    [(1, "bf16"), (2, "bf16"), (2, "fp8_channel"), pytest.param(1, "mxfp8", marks=pytest.mark.slow)],
+    [
+        (2, "bf16"),
+        (2, "fp8_channel"),
+        *(pytest.param(1, name, marks=pytest.mark.slow) for name in ("bf16", "mxfp8")),
+    ],
 )
 def test_mix_on_the_host(slices: int, name: str, tmp_path: Path) -> None:
     inputs = hc_mix_inputs(35, 46, 64, name, torch.bfloat16, "cpu")
@@ -106,7 +112,7 @@ def test_mix_on_the_host(slices: int, name: str, tmp_path: Path) -> None:
     assert torch.equal(unpack_mix(tape, plan, scales).dequantize(), weight.dequantize())
     reference = hc_mix_reference(**inputs)
     outputs = []
-    for direct_rows, turn_rows, count in MIX_VARIANTS:
+    for direct_rows, turn_rows, count in MIX_VARIANTS if name == "bf16" else MIX_VARIANTS[::4]:
         variant = replace(plan, direct_rows=direct_rows, turn_rows=turn_rows).variant(count)
         library = build("hc_mix", "hc_mix_kernel", hc_mix_module.kernel_macros(plan, variant), tmp_path)
         low, normed = inputs["low"][:count].clone(), inputs["normed"][:count].clone()

@@ -526,8 +526,11 @@ def _why_not_streamed(down: PackedWeight, streams: int, device: torch.device) ->
     if down.format not in FORMATS:
         return f"the kernel reads matrices in {', '.join(FORMATS)}, not {down.format}"
     n, width = down.shape
-    if width % (streams * UNIT_COLUMNS) or streams != 4:
-        return f"the kernel wants 4 streams of a multiple of {UNIT_COLUMNS} columns, not {streams} in {width}"
+    if width % (streams * UNIT_COLUMNS) or streams != 4 or width > streams * 32 * UNIT_COLUMNS:  # 1024 threads a stream
+        return (
+            f"the kernel wants 4 streams of a multiple of {UNIT_COLUMNS} columns, {32 * UNIT_COLUMNS} at most, not "
+            f"{streams} in {width}"
+        )
     missing = missing_for_cuda()
     if missing is not None:
         return missing
