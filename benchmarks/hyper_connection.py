@@ -1,27 +1,26 @@
-"""hc_down and hc_mix on one GPU: right first, then 96 dependent pairs with rotated weights; the best forms are named.
+"""hc_down and hc_mix on one GPU: right first, then 96 calls with rotated weights; each row count's best form is named.
 
-    PYTHONPATH=src python3 -m benchmarks.hyper_connection [--rows 1,4] [--json FILE] [--commit ID]
+    PYTHONPATH=src:. python3 -m benchmarks.hyper_connection --rows 1,16,32,64 [--json FILE] [--commit ID]
 
-1. Every form is checked in a process of its own against the reference (NaN past outputs, row bits for every row count,
-   a chain of dependent calls with and without early start, graph replay). What is wrong, crashes or hangs is named and
-   gets no times.
+1. Every form is checked in a process of its own, at 1 to 80 rows: values against the reference, NaN past outputs, bits
+   of a row against the same row alone, a chain of dependent calls with and without early start, graph replay. What is
+   wrong, crashes or hangs is named and gets no times.
 2. CUDA-graph replays of 96 calls, weights rotated (1.3 GB), rounds in alternating order, medians. `down` and `mix` are
    chains of one operator, each call reading the one before: a pipelined rate, as in the targets. `pair` alternates the
-   two, as the model does.
+   two, as the model does. `part` is one of the two kernels of hc_down alone.
+The forms of one format read the same bytes and give the same bits: `DownPlan.variant` and `MixPlan.variant` choose one.
 """
 
 import argparse
 import faulthandler
 import json
 import math
-import multiprocessing
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -31,29 +30,72 @@ from torch import Tensor
 
 from benchmarks.linear import capture, current_commit, describe, medians_us, read_bandwidth, say
 from stepfloor.formats.codec import quantize
-from stepfloor.kernels import hc_down, hc_mix
-from stepfloor.kernels._jit import compile_cuda, device_arch
-from stepfloor.kernels._stream import ROW_CAPACITIES, outer_scales, pack_tape
+from stepfloor.kernels._stream import outer_scales, pack_tape
 from stepfloor.kernels._torch import rms_norm, sigmoid, silu
-from stepfloor.kernels.hc_down import DownPlan, StreamedDown, hc_down_inputs, hc_down_reference, plan_down, queue_down
-from stepfloor.kernels.hc_mix import StreamedMix, hc_mix_inputs, hc_mix_reference, pack_mix, plan_mix, queue_mix
+from stepfloor.kernels.hc_down import (
+    MAX_ROWS,
+    NORMS,
+    PRODUCT,
+    WHOLE_ROWS,
+    DownPlan,
+    StreamedDown,
+    hc_down_inputs,
+    hc_down_reference,
+    launch_for,
+    pack_arguments,
+    plan_down,
+    queue_down,
+)
+from stepfloor.kernels.hc_mix import (
+    DIRECT_ROWS,
+    MixPlan,
+    StreamedMix,
+    hc_mix_inputs,
+    hc_mix_reference,
+    pack_mix,
+    plan_mix,
+    queue_mix,
+)
 from tests.kernels.streamed import down_faults, mix_faults
 
 WIDTH, STREAMS, RANK, D = 10240, 4, 320, 2560
 PAIRS = 96
 EPS = 1e-6
-CHECKED_ROWS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 40)
-# us at 1 and 4 rows: what the bare products cost in the prototypes, kernels.md section 5
-TARGETS = {("down", 1): 3.5, ("down", 4): 4.2, ("mix", 1): 3.4, ("mix", 4): 4.2}
-DOWN_FORMS = {
-    "stream, norm first": (1, True, "bf16"),
-    "stream, norm last": (1, False, "bf16"),
-    "half stream, norm first": (2, True, "bf16"),
-    "half stream, norm last": (2, False, "bf16"),
-    "half stream, norm first, fp8": (2, True, "fp8_channel"),
+CHECKED_ROWS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 40, 48, 64, 65, 80)
+ALONE = (0, 3, 7, 8, 15, 16, 17, 31, 32, 47, 48, 63, 64, 79)  # rows whose bits are compared with the row alone
+# us of a call: 1 and 4 rows, what the bare products cost in the prototypes (kernels.md section 5); 16 and 64, what a
+# step of 16 sequences without and with drafts wants
+TARGETS = {
+    ("down", 1): 3.5,
+    ("down", 4): 4.2,
+    ("down", 16): 8.0,
+    ("down", 64): 20.0,
+    ("mix", 1): 3.4,
+    ("mix", 4): 4.2,
+    ("mix", 64): 10.0,
 }
-MIX_FORMS = {"2 slices": (2, "bf16"), "1 slice": (1, "bf16"), "2 slices, fp8": (2, "fp8_channel")}
-DEFAULT_DOWN, DEFAULT_MIX = "half stream, norm first", "2 slices"
+DEFAULT = "default"
+# whole_rows, turn_rows, format
+DOWN_FORMS = {
+    DEFAULT: (WHOLE_ROWS, MAX_ROWS, "bf16"),
+    "whole, turns of 16": (MAX_ROWS, MAX_ROWS, "bf16"),
+    "apart": (0, MAX_ROWS, "bf16"),
+    "apart, turns of 16": (0, 16, "bf16"),
+    "apart, turns of 32": (0, 32, "bf16"),
+    "default fp8": (WHOLE_ROWS, MAX_ROWS, "fp8_channel"),
+    "default mxfp8": (WHOLE_ROWS, MAX_ROWS, "mxfp8"),
+}
+# direct_rows, turn_rows, format
+MIX_FORMS = {
+    DEFAULT: (DIRECT_ROWS, MAX_ROWS, "bf16"),
+    "direct, turns of 16": (16, 16, "bf16"),
+    "staged, turns of 16": (8, 16, "bf16"),
+    "staged, turns of 32": (8, 32, "bf16"),
+    "default fp8": (DIRECT_ROWS, MAX_ROWS, "fp8_channel"),
+    "default mxfp8": (DIRECT_ROWS, MAX_ROWS, "mxfp8"),
+}
+# a pair is two defaults, or what one launch of many turns costs without the new kernels
+PAIR_FORMS = {DEFAULT: (DEFAULT, DEFAULT), "turns of 16": ("whole, turns of 16", "direct, turns of 16")}
 FAMILIES = [*(f"down: {name}" for name in DOWN_FORMS), *(f"mix: {name}" for name in MIX_FORMS)]
 
 
@@ -77,10 +119,6 @@ def main() -> int:
     faulthandler.dump_traceback_later(options.limit_s, exit=True)
     begin = time.perf_counter()
     say(describe(device, options.commit))
-    failures = compile_all(options.cache_dir, device)
-    say(f"[{time.perf_counter() - begin:5.1f} s] kernels compiled, {len(failures)} failures")
-    for failure in failures[:3]:
-        say(failure[:1500])
     passed = check_all(options.cache_dir)
     say(f"[{time.perf_counter() - begin:5.1f} s] checks done")
     reads = read_bandwidth(device)
@@ -100,13 +138,13 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     """Arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=lambda s: [int(v) for v in s.split(",")], default=[1, 2, 4, 8, 16])
+    parser.add_argument("--rows", type=lambda s: [int(v) for v in s.split(",")], default=[1, 4, 8, 16, 32, 64])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--bandwidth", type=float, default=4.65e12)
     parser.add_argument("--cache-dir", type=Path, default=Path(tempfile.gettempdir()) / "stepfloor-kernels")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--commit", help="what was checked out, where git cannot say")
-    parser.add_argument("--limit-s", type=int, default=150, help="give up with a traceback after this long")
+    parser.add_argument("--limit-s", type=int, default=120, help="give up with a traceback after this long")
     parser.add_argument("--check", choices=FAMILIES, help="check one form only, here")
     return parser.parse_args()
 
@@ -114,38 +152,17 @@ def parse() -> argparse.Namespace:
 def down_plan(name: str, device: torch.device) -> DownPlan:
     """The plan of a form."""
     count = torch.cuda.get_device_properties(device).multi_processor_count
-    return plan_down(RANK + STREAMS, RANK, STREAMS, D, count, *DOWN_FORMS[name])
+    whole_rows, turn_rows, format_name = DOWN_FORMS[name]
+    plan = plan_down(RANK + STREAMS, RANK, STREAMS, D, count, 2, format_name=format_name)
+    return replace(plan, whole_rows=whole_rows, turn_rows=turn_rows)
 
 
-def mix_plan(name: str, device: torch.device) -> hc_mix.MixPlan:
+def mix_plan(name: str, device: torch.device) -> MixPlan:
     """The plan of a form."""
     count = torch.cuda.get_device_properties(device).multi_processor_count
-    return plan_mix(D, STREAMS, RANK, count, *MIX_FORMS[name])
-
-
-def compile_all(cache_dir: Path, device: torch.device) -> list[str]:
-    """Fill the cache from several processes; what does not compile is left out by its check."""
-    arch = device_arch(device)
-    jobs: list[tuple[str, dict[str, int], str, Path]] = []
-    for capacity in ROW_CAPACITIES:
-        for name in DOWN_FORMS:
-            macros = hc_down.kernel_macros(down_plan(name, device), capacity, True)
-            jobs += [("hc_down.cu", macros | {"WRITE": write}, arch, cache_dir) for write in (1, 0)]
-        jobs += [
-            ("hc_mix.cu", hc_mix.kernel_macros(mix_plan(name, device), capacity), arch, cache_dir) for name in MIX_FORMS
-        ]
-    spawn = multiprocessing.get_context("spawn")  # a forked child would share the CUDA context
-    with ProcessPoolExecutor(min(14, multiprocessing.cpu_count()), mp_context=spawn) as pool:
-        return [failure for failure in pool.map(build, jobs, chunksize=2) if failure is not None]
-
-
-def build(job: tuple[str, dict[str, int], str, Path]) -> str | None:
-    """Compile one kernel into the cache; what went wrong, if anything."""
-    try:
-        compile_cuda(*job)
-    except RuntimeError as error:
-        return str(error)
-    return None
+    direct_rows, turn_rows, format_name = MIX_FORMS[name]
+    plan = plan_mix(D, STREAMS, RANK, count, format_name=format_name)
+    return replace(plan, direct_rows=direct_rows, turn_rows=turn_rows)
 
 
 # ---------------------------------------------------------------------- checks
@@ -193,16 +210,23 @@ def check_down(name: str, cache_dir: Path, device: torch.device) -> list[str]:
     plan = down_plan(name, device)
     found: list[str] = []
     for write in (True, False):
-        inputs = hc_down_inputs(40, D, RANK, plan.format, torch.bfloat16, "cuda", write)
+        inputs = hc_down_inputs(MAX_ROWS, D, RANK, plan.format, torch.bfloat16, "cuda", write)
         weight = inputs["down"][0]
         down = StreamedDown(plan, pack_tape(weight, plan.stream), cache_dir, outer_scales(weight))
+        one = replace(down, plan=replace(plan, whole_rows=MAX_ROWS))
         torch.cuda.synchronize()
         wanted = hc_down_reference(**inputs)
-        full: list[Tensor] = []
-        for rows in reversed(CHECKED_ROWS):
+
+        def call(weights: StreamedDown, first: int, rows: int, given: dict[str, object] = inputs) -> list[Tensor]:
             outputs = [nan((rows + 2, width), device) for width in (WIDTH, WIDTH, RANK, STREAMS)]
-            given = tuple(None if inputs[key] is None else inputs[key][:rows] for key in ("residual", "y", "y_weights"))
-            queue_down(down, inputs["norm_scale"], given, tuple(t[:rows] for t in outputs), EPS)
+            read = (given["residual"], given["y"], given["y_weights"])
+            part = tuple(None if t is None else t[first : first + rows] for t in read)
+            queue_down(weights, given["norm_scale"], part, tuple(t[:rows] for t in outputs), EPS)
+            return outputs
+
+        alone = {row: call(one, row, 1) for row in ALONE}
+        for rows in CHECKED_ROWS:
+            outputs = call(down, 0, rows)
             label = f"{rows} rows, {'with' if write else 'without'} a write:"
             if not all(bool(t[rows:].isnan().all()) for t in outputs):
                 found.append(f"{label} writes past the rows")
@@ -210,13 +234,15 @@ def check_down(name: str, cache_dir: Path, device: torch.device) -> list[str]:
             if not write:
                 if not bool(ours[0].isnan().all()):
                     found.append(f"{label} writes the residual")
-                ours[0] = given[0]
-            found += [f"{label} {f}" for f in down_faults(ours, [t[:rows] for t in wanted], weight, plan.norm_first)]
-            full = full or ours
-            if not all(torch.equal(a, b[:rows]) for a, b in zip(ours, full, strict=True)):
-                found.append(f"{label} other bits than with more rows")
+                ours[0] = inputs["residual"][:rows]
+            found += [f"{label} {f}" for f in down_faults(ours, [t[:rows] for t in wanted], weight, True)]
+            for row in (r for r in ALONE if r < rows):
+                pairs = list(zip(ours, alone[row], ("residual", "n", "low", "weights"), strict=True))[not write :]
+                differs = [what for a, b, what in pairs if not torch.equal(a[row], b[0])]
+                if differs:
+                    found.append(f"{label} row {row} has other bits than alone in {', '.join(differs)}")
         if write:
-            for rows in (4, 16):
+            for rows in (4, 16, 64):
                 found += check_chain(partial(down_chain, down, inputs, rows, device))
     return found
 
@@ -224,25 +250,30 @@ def check_down(name: str, cache_dir: Path, device: torch.device) -> list[str]:
 def check_mix(name: str, cache_dir: Path, device: torch.device) -> list[str]:
     """What is wrong with one form of hc_mix."""
     plan = mix_plan(name, device)
-    inputs = hc_mix_inputs(40, D, RANK, plan.format, torch.bfloat16, "cuda")
+    inputs = hc_mix_inputs(MAX_ROWS, D, RANK, plan.format, torch.bfloat16, "cuda")
     weight = inputs["up"][0]
     tape, tape_scales = pack_mix(weight, plan)
     up = StreamedMix(plan, tape, cache_dir, tape_scales)
     torch.cuda.synchronize()
     wanted = hc_mix_reference(**inputs)
     found: list[str] = []
-    full: Tensor | None = None
-    for rows in reversed(CHECKED_ROWS):
+
+    def call(first: int, rows: int) -> Tensor:
         out = nan((rows + 2, D), device)
-        low, normed = inputs["low"][:rows], inputs["normed"][:rows]
-        queue_mix(up, low, normed, out[:rows])
+        queue_mix(up, inputs["low"][first : first + rows], inputs["normed"][first : first + rows], out[:rows])
+        return out
+
+    alone = {row: call(row, 1) for row in ALONE}
+    for rows in CHECKED_ROWS:
+        out = call(0, rows)
         if not bool(out[rows:].isnan().all()):
             found.append(f"{rows} rows: writes past the rows")
+        low, normed = inputs["low"][:rows], inputs["normed"][:rows]
         found += [f"{rows} rows: {f}" for f in mix_faults(out[:rows], wanted[:rows], low, normed, weight)]
-        full = out[:rows] if full is None else full
-        if not torch.equal(out[:rows], full[:rows]):
-            found.append(f"{rows} rows: other bits than with more rows")
-    for rows in (4, 16):
+        differs = [row for row in ALONE if row < rows and not torch.equal(out[row], alone[row][0])]
+        if differs:
+            found.append(f"{rows} rows: other bits than alone in rows {differs}")
+    for rows in (4, 16, 64):
         found += check_chain(partial(mix_chain, up, inputs, rows, device))
     return found
 
@@ -313,35 +344,51 @@ def time_rows(rows: int, passed: set[str], options: argparse.Namespace, device: 
     mixes = {n: mix_plan(n, device) for n in MIX_FORMS if f"mix: {n}" in passed}
     down_store = torch.empty((PAIRS, RANK + STREAMS, WIDTH), dtype=torch.bfloat16, device=device).normal_(std=0.01)
     up_store = torch.empty((PAIRS, WIDTH, RANK), dtype=torch.bfloat16, device=device).normal_(std=0.05)
-    streamed_downs: dict[DownPlan, list[StreamedDown]] = {}
+    # forms of a format read the same tapes
+    streamed_downs: dict[str, list[StreamedDown]] = {}
     for plan in downs.values():
-        weight = quantize(down_store[0], plan.format)
-        tapes = pack_tape(weight, plan.stream).repeat(PAIRS, 1)
-        streamed_downs[plan] = [StreamedDown(plan, t, options.cache_dir, outer_scales(weight)) for t in tapes]
-    streamed_ups: dict[hc_mix.MixPlan, list[StreamedMix]] = {}
+        if plan.format not in streamed_downs:
+            weight = quantize(down_store[0], plan.format)
+            tapes, outer = pack_tape(weight, plan.stream).repeat(PAIRS, 1), outer_scales(weight)
+            streamed_downs[plan.format] = [StreamedDown(plan, t, options.cache_dir, outer) for t in tapes]
+    streamed_ups: dict[str, list[StreamedMix]] = {}
     for plan in mixes.values():
-        tape, tape_scales = pack_mix(quantize(up_store[0], plan.format), plan)
-        streamed_ups[plan] = [StreamedMix(plan, t, options.cache_dir, tape_scales) for t in tape.repeat(PAIRS, 1)]
+        if plan.format not in streamed_ups:
+            tape, outer = pack_mix(quantize(up_store[0], plan.format), plan)
+            streamed_ups[plan.format] = [StreamedMix(plan, t, options.cache_dir, outer) for t in tape.repeat(PAIRS, 1)]
     scales = 1 + 0.1 * torch.randn(PAIRS, WIDTH, device=device)
     buffers = make_buffers(rows, device)
     torch.cuda.synchronize()
 
-    def queue(i: int, down: DownPlan | None, mix: hc_mix.MixPlan | None, early: bool) -> None:
+    def queue(i: int, down: DownPlan | None, mix: MixPlan | None, early: bool) -> None:
         now, after = i % 2, 1 - i % 2
         b = buffers
         if down is not None:
             given = (b.residual[now], b.y[now], b.weights[now])
             outputs = (b.residual[after], b.normed, b.low, b.weights[after])
-            queue_down(streamed_downs[down][i], scales[i], given, outputs, EPS, early)
+            queue_down(replace(streamed_downs[down.format][i], plan=down), scales[i], given, outputs, EPS, early)
         if mix is not None:
             # alone, a call reads the one before; the low of a pair comes from its hc_down
             low = b.low if down is not None else b.y[now].view(-1)[: rows * RANK].view(rows, RANK)
-            queue_mix(streamed_ups[mix][i], low, b.normed, b.y[after], early)
+            queue_mix(replace(streamed_ups[mix.format][i], plan=mix), low, b.normed, b.y[after], early)
 
-    def chain(down: DownPlan | None, mix: hc_mix.MixPlan | None, early: bool = True) -> torch.cuda.CUDAGraph:
+    def chain(down: DownPlan | None, mix: MixPlan | None, early: bool = True) -> torch.cuda.CUDAGraph:
         queue(0, down, mix, early)  # loads the kernel outside of the capture
         torch.cuda.synchronize()
         return capture(lambda: [queue(i, down, mix, early) for i in range(PAIRS)])
+
+    def part(plan: DownPlan, form: int) -> torch.cuda.CUDAGraph:
+        """One kernel of the two alone; the product reads the same n every time, from the L2 as it would."""
+        b, variant = buffers, plan.variant(rows)
+        launch = launch_for(plan, variant, form, form == NORMS, device, options.cache_dir)
+
+        def call(i: int) -> None:
+            now, after = i % 2, 1 - i % 2
+            given = (b.residual[now], b.y[now], b.weights[now])
+            outputs = (b.residual[after], b.normed, b.low, b.weights[after])
+            launch(pack_arguments(streamed_downs[plan.format][i].tape, scales[i], *given, *outputs, EPS))
+
+        return capture(lambda: [call(i) for i in range(PAIRS)])
 
     def library() -> None:
         for i in range(PAIRS):
@@ -354,15 +401,17 @@ def time_rows(rows: int, passed: set[str], options: argparse.Namespace, device: 
         graphs[f"down {name}"] = chain(plan, None)
     for name, plan in mixes.items():
         graphs[f"mix {name}"] = chain(None, plan)
-    for name, plan in downs.items():
-        for mix_name, mix in mixes.items():
-            if mix.format == plan.format:
-                graphs[f"pair {name} + {mix_name}"] = chain(plan, mix)
-    if DEFAULT_DOWN in downs and DEFAULT_MIX in mixes:
-        graphs["down default, no PDL"] = chain(downs[DEFAULT_DOWN], None, False)
-        graphs["mix default, no PDL"] = chain(None, mixes[DEFAULT_MIX], False)
-        graphs["pair default, no PDL"] = chain(downs[DEFAULT_DOWN], mixes[DEFAULT_MIX], False)
-        graphs["pair default, again"] = chain(downs[DEFAULT_DOWN], mixes[DEFAULT_MIX])
+    for name, (down_name, mix_name) in PAIR_FORMS.items():
+        if down_name in downs and mix_name in mixes:
+            graphs[f"pair {name}"] = chain(downs[down_name], mixes[mix_name])
+    if "apart" in downs:
+        graphs["part norms"] = part(downs["apart"], NORMS)
+        graphs["part product"] = part(downs["apart"], PRODUCT)
+    if DEFAULT in downs and DEFAULT in mixes:
+        graphs["down default, no PDL"] = chain(downs[DEFAULT], None, False)
+        graphs["mix default, no PDL"] = chain(None, mixes[DEFAULT], False)
+        graphs["pair default, no PDL"] = chain(downs[DEFAULT], mixes[DEFAULT], False)
+        graphs["pair default, again"] = chain(downs[DEFAULT], mixes[DEFAULT])
     return {name: round(us, 2) for name, us in medians_us(graphs, PAIRS, options.rounds).items()}
 
 
@@ -393,35 +442,35 @@ def library_pair(i: int, b: Buffers, down_store: Tensor, up_store: Tensor, scale
     b.y[after].copy_((gate * normed).unflatten(-1, (STREAMS, -1)).mean(-2))
 
 
-def report(times: dict[int, dict[str, float]], bandwidth: float) -> dict[str, str]:
-    """The table a person reads; returns each operator's bf16 form with the best geometric mean over row counts."""
+def report(times: dict[int, dict[str, float]], bandwidth: float) -> dict[str, dict[int, str]]:
+    """The table a person reads; returns each operator's best bf16 form for each row count."""
     down_bytes, up_bytes = 2 * (RANK + STREAMS) * WIDTH + 4 * WIDTH, 2 * RANK * WIDTH
     weight_bytes = {"down": down_bytes, "mix": up_bytes, "pair": down_bytes + up_bytes}
     floors = {kind: count / bandwidth * 1e6 for kind, count in weight_bytes.items()}
-    rows_seen = list(times)
     say(f"\nus a call; floors of bf16 weights: {', '.join(f'{k} {v:.2f}' for k, v in floors.items())}")
-    say(f"{'':52} " + " ".join(f"M={rows:<6d}" for rows in rows_seen))
+    say(f"{'':32} " + " ".join(f"M={rows:<6d}" for rows in times))
     names = list(dict.fromkeys(name for found in times.values() for name in found))
-    for name in sorted(names, key=lambda n: list(floors).index(n.split()[0])):
-        say(f"{name:52} " + " ".join(f"{times[rows].get(name, math.nan):8.2f}" for rows in rows_seen))
-    best: dict[str, str] = {}
+    for name in sorted(names, key=lambda n: [*floors, "part"].index(n.split()[0])):
+        say(f"{name:32} " + " ".join(f"{found.get(name, math.nan):8.2f}" for found in times.values()))
+    best: dict[str, dict[int, str]] = {}
     for kind, floor in floors.items():
-        scores = {
-            name: sum(math.log(times[rows][name]) for rows in rows_seen)
-            for name in names
-            if name.startswith(kind) and not any(word in name for word in ("torch", "default", "fp8"))
-        }
-        if not scores:
-            say(f"{kind}: no form passed")
-            continue
-        best[kind] = min(scores, key=lambda name: scores[name])
-        cells = ", ".join(
-            f"M={r} {times[r][best[kind]]:.2f} us ({floor / times[r][best[kind]]:.0%})" for r in rows_seen
-        )
-        say(f"best {kind}: {best[kind].removeprefix(kind + ' ')}: {cells}")
+        for rows, found in times.items():
+            left_out = ("torch", "PDL", "again", "fp8")
+            forms = [n for n in found if n.startswith(kind) and not any(word in n for word in left_out)]
+            if not forms:
+                say(f"{kind} M={rows}: no form passed")
+                continue
+            first = min(forms, key=lambda n: found[n])
+            us = found[first]
+            best.setdefault(kind, {})[rows] = first.removeprefix(f"{kind} ")
+            chosen = found.get(f"{kind} {DEFAULT}", math.nan)
+            say(
+                f"best {kind} M={rows}: {best[kind][rows]}, {us:.2f} us ({floor / us:.0%} of the floor); "
+                f"the plan's choice {chosen:.2f}"
+            )
     for (kind, rows), target in TARGETS.items():
-        if kind in best and rows in times:
-            us = times[rows][best[kind]]
+        us = times.get(rows, {}).get(f"{kind} {DEFAULT}")
+        if us is not None:
             say(f"target {kind} M={rows}: {target} us, measured {us:.2f}: {'met' if us <= target else 'MISSED'}")
     return best
 

@@ -1,5 +1,6 @@
 """The streamed hyper-connection kernels: layout on the CPU, cubins without a GPU, results on one."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from stepfloor.formats.codec import PackedWeight, quantize
 from stepfloor.kernels import hc_down as hc_down_module
 from stepfloor.kernels import hc_mix as hc_mix_module
 from stepfloor.kernels._jit import compile_cuda, missing_for_cuda
-from stepfloor.kernels._stream import ROW_CAPACITIES, SHARED_LIMIT, outer_scales, pack_tape, say_once
+from stepfloor.kernels._stream import SHARED_LIMIT, outer_scales, pack_tape, say_once
 from stepfloor.kernels.hc_down import (
     DownPlan,
     StreamedDown,
@@ -51,9 +52,35 @@ def test_plans_of_the_model(parts: int, multiprocessors: int) -> None:
     if multiprocessors == 132:
         assert plan.stream.tape_bytes <= 1.04 * 2 * 324 * 10240
         assert mix.stream.tape_bytes == 2 * 320 * 10240
-        for capacity in ROW_CAPACITIES:
-            assert hc_down_module.shared_bytes(plan, capacity) <= SHARED_LIMIT
-            assert hc_mix_module.shared_bytes(mix, capacity) <= SHARED_LIMIT
+        assert hc_down_module.fit_plan(plan, SHARED_LIMIT) == plan
+        assert hc_mix_module.fit_plan(mix, SHARED_LIMIT) == mix
+        assert hc_down_module.shared_bytes(plan, 16, hc_down_module.WHOLE) <= SHARED_LIMIT
+        # at the largest step the next kernel's block still fits beside hc_mix's, and hc_mix's beside the product's
+        down_bytes = hc_down_module.shared_bytes(plan, 64, hc_down_module.PRODUCT)
+        assert down_bytes + hc_mix_module.shared_bytes(mix, mix.variant(64)) + 2048 <= 228 * 1024
+
+
+def test_turns_take_every_row_once() -> None:
+    """A row that no turn takes, or a turn without rows, whose clamped addresses would point before the input."""
+    down, mix = plan_down(324, 320, 4, 2560, 132, 2), plan_mix(2560, 4, 320, 132)
+    for turn_rows in (16, 32, 48, 64, 80):
+        for rows in range(1, 81):
+            for whole_rows in (0, 8, 16, 80):
+                variant = replace(down, whole_rows=whole_rows, turn_rows=turn_rows).variant(rows)
+                assert variant.capacity * (variant.turns - 1) < rows <= variant.capacity * variant.turns
+                assert variant.apart == (rows > whole_rows)
+            for direct_rows in (8, 16):
+                found = replace(mix, direct_rows=direct_rows, turn_rows=turn_rows).variant(rows)
+                assert found.capacity * (found.turns - 1) < rows <= found.capacity * found.turns
+                assert found.staged == (found.capacity > direct_rows)
+
+
+def test_turns_shrink_to_the_shared_memory() -> None:
+    """A chip with 99 KB a block takes fewer rows at a time and still all of them."""
+    down = hc_down_module.fit_plan(plan_down(324, 320, 4, 2560, 132, 2), 99 * 1024)
+    mix = hc_mix_module.fit_plan(plan_mix(2560, 4, 320, 132), 99 * 1024)
+    assert (down.turn_rows, mix.turn_rows) == (48, 64)
+    assert (down.variant(64).turns, mix.variant(64).turns) == (2, 1)
 
 
 @pytest.mark.parametrize(("d", "multiprocessors", "slices"), [(46, 3, 2), (46, 3, 1), (2560, 132, 2), (7, 16, 1)])
@@ -68,13 +95,29 @@ def test_mix_tape_is_a_permutation(d: int, multiprocessors: int, slices: int) ->
 
 @pytest.mark.skipif(NO_NVRTC is not None, reason=NO_NVRTC or "")
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
-@pytest.mark.parametrize("capacity", [1, 8, 16])
+@pytest.mark.parametrize("capacity", [1, 16])
 def test_compiles(capacity: int, arch: str, tmp_path: Path) -> None:
     plan, mix = plan_down(324, 320, 4, 2560, 132, 2), plan_mix(2560, 4, 320, 132)
+    last = plan_down(320, 320, 4, 2560, 132, 2, False)
     for source, macros in (
-        ("hc_down.cu", hc_down_module.kernel_macros(plan, capacity, True)),
-        ("hc_down.cu", hc_down_module.kernel_macros(plan_down(320, 320, 4, 2560, 132, 2, False), capacity, False)),
-        ("hc_mix.cu", hc_mix_module.kernel_macros(mix, capacity)),
+        ("hc_down.cu", hc_down_module.kernel_macros(plan, capacity, hc_down_module.WHOLE, True)),
+        ("hc_down.cu", hc_down_module.kernel_macros(last, capacity, hc_down_module.WHOLE, False)),
+        ("hc_down.cu", hc_down_module.kernel_macros(plan, capacity, hc_down_module.PRODUCT, False)),
+        ("hc_mix.cu", hc_mix_module.kernel_macros(mix, mix.variant(capacity))),
+    ):
+        assert compile_cuda(source, macros, arch, tmp_path).startswith(b"\x7fELF")
+
+
+@pytest.mark.skipif(NO_NVRTC is not None, reason=NO_NVRTC or "")
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
+@pytest.mark.parametrize("name", ["bf16", "fp8_channel"])
+def test_kernels_of_many_rows_compile(name: str, arch: str, tmp_path: Path) -> None:
+    plan = plan_down(324, 320, 4, 2560, 132, 2, True, name)
+    mix = plan_mix(2560, 4, 320, 132, 2, name)
+    for source, macros in (
+        ("hc_down.cu", hc_down_module.kernel_macros(plan, 1, hc_down_module.NORMS, True)),
+        ("hc_down.cu", hc_down_module.kernel_macros(plan, 64, hc_down_module.PRODUCT, False)),
+        ("hc_mix.cu", hc_mix_module.kernel_macros(mix, mix.variant(64))),
     ):
         assert compile_cuda(source, macros, arch, tmp_path).startswith(b"\x7fELF")
 
@@ -85,8 +128,8 @@ def test_compiles(capacity: int, arch: str, tmp_path: Path) -> None:
 def test_formats_compile(capacity: int, name: str, arch: str, tmp_path: Path) -> None:
     plan, mix = plan_down(324, 320, 4, 2560, 132, 2, True, name), plan_mix(2560, 4, 320, 132, 2, name)
     for source, macros in (
-        ("hc_down.cu", hc_down_module.kernel_macros(plan, capacity, True)),
-        ("hc_mix.cu", hc_mix_module.kernel_macros(mix, capacity)),
+        ("hc_down.cu", hc_down_module.kernel_macros(plan, capacity, hc_down_module.WHOLE, True)),
+        ("hc_mix.cu", hc_mix_module.kernel_macros(mix, mix.variant(capacity))),
     ):
         assert compile_cuda(source, macros, arch, tmp_path).startswith(b"\x7fELF")
 
@@ -179,11 +222,46 @@ def test_mix_against_the_reference(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @GPU
-def test_graph_replay_of_dependent_pairs_equals_eager(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["bf16", *QUANTIZED])
+def test_every_form_gives_a_row_the_bits_it_has_alone(name: str, tmp_path: Path) -> None:
+    """Guards against an order of sums, or a rounding of n, that depends on the rows beside it or on the form."""
+    inputs = hc_down_inputs(80, 2560, 320, name, torch.bfloat16, "cuda")
+    mixed = hc_mix_inputs(80, 2560, 320, name, torch.bfloat16, "cuda")
+    plan, mix = plan_down(324, 320, 4, 2560, 132, 2, format_name=name), plan_mix(2560, 4, 320, 132, format_name=name)
+    weight = inputs["down"][0]
+    down = StreamedDown(plan, pack_tape(weight, plan.stream), tmp_path, outer_scales(weight))
+    tape, scales = pack_mix(mixed["up"][0], mix)
+    up = StreamedMix(mix, tape, tmp_path, scales)
+    torch.cuda.synchronize()
+
+    def both(first: int, rows: int, whole_rows: int, direct_rows: int, turn_rows: int) -> tuple[Tensor, ...]:
+        part = slice(first, first + rows)
+        given = {key: inputs[key][part] for key in ("residual", "y", "y_weights")}
+        form = replace(down, plan=replace(plan, whole_rows=whole_rows, turn_rows=turn_rows))
+        mix_form = replace(up, plan=replace(mix, direct_rows=direct_rows, turn_rows=turn_rows))
+        normed = mixed["normed"][part]
+        return (*hc_down(**{**inputs, **given, "down": (form,)}), hc_mix(mixed["low"][part], normed, (mix_form,), 4))
+
+    alone = {row: both(row, 1, 80, 16, 16) for row in (0, 7, 8, 15, 16, 33, 47, 63, 64, 79)}
+    for case in ((80, 16, 16), (0, 8, 16), (0, 8, 32), (0, 8, 48), (0, 8, 64), (0, 8, 80)):
+        for rows in (1, 9, 16, 17, 40, 64, 80):
+            if rows < 9 and case[0] == 80:
+                continue
+            together = both(0, rows, *case)
+            for row, wanted in alone.items():
+                if row < rows:
+                    assert all(torch.equal(a[row], b[0]) for a, b in zip(together, wanted, strict=True)), (case, rows)
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize("rows", [4, 64])
+def test_graph_replay_of_dependent_pairs_equals_eager(rows: int, tmp_path: Path) -> None:
     """A kernel that starts early must still wait for its input."""
-    inputs = hc_down_inputs(4, 2560, 320, "bf16", torch.bfloat16, "cuda")
-    down = hc_down_repack(inputs["down"], 320, 4, "cuda", tmp_path)
-    up = hc_mix_repack(hc_mix_inputs(4, 2560, 320, "bf16", torch.bfloat16, "cuda")["up"], 4, "cuda", tmp_path)
+    inputs = hc_down_inputs(rows, 2560, 320, "bf16", torch.bfloat16, "cuda")
+    mixed = hc_mix_inputs(rows, 2560, 320, "bf16", torch.bfloat16, "cuda")
+    down = hc_down_repack(inputs["down"], 320, 4, "cuda", tmp_path, max_rows=rows)
+    up = hc_mix_repack(mixed["up"], 4, "cuda", tmp_path, max_rows=rows)
 
     def chain() -> tuple[Tensor, ...]:
         residual, y, weights = inputs["residual"], inputs["y"], inputs["y_weights"]

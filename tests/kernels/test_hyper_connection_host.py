@@ -8,6 +8,7 @@ import ctypes
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,66 +28,69 @@ COMPILER = shutil.which("g++")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no g++ to build the kernel for the host")
 
 ENTRY = """
-extern "C" int run(const Arguments* a, const u64* ranges, int count, u64 shared_bytes) {
+extern "C" int run(const Arguments* a, const u64* ranges, int count, u64 shared_bytes, int blocks, int of_cluster) {
   readable.clear();
   for (int i = 0; i < count; i++) readable.push_back({(const u8*)ranges[2 * i], ranges[2 * i + 1]});
-  return run_grid(%s, THREADS, shared_bytes, [=] { %s(*a); });
+  return run_grid(blocks, of_cluster, THREADS, shared_bytes, [=] { %s(*a); });
 }
 """
+# whole_rows and turn_rows of a plan, rows: every form, a last tile and a last turn that are not full
+DOWN_VARIANTS = ((16, 16, 1), (16, 16, 19), (0, 4, 3), (0, 16, 19), (0, 48, 35))
+# direct_rows and turn_rows, rows
+MIX_VARIANTS = ((16, 16, 1), (16, 16, 3), (16, 16, 19), (8, 16, 19), (8, 48, 35))
 
 
 @needs_compiler
 @pytest.mark.parametrize(
     ("parts", "norm_first", "name"),
     [
-        (1, True, "bf16"),
-        (1, False, "bf16"),
         (2, True, "bf16"),
-        (2, False, "bf16"),
+        (1, False, "bf16"),
         (1, True, "fp8_channel"),
-        pytest.param(1, False, "mxfp8", marks=pytest.mark.slow),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, True, "bf16"), (2, False, "bf16"))),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, False, "mxfp8"), (2, True, "mxfp8"))),
     ],
 )
 def test_down_on_the_host(parts: int, norm_first: bool, name: str, tmp_path: Path) -> None:
-    inputs = hc_down_inputs(10, 512, 24, name, torch.bfloat16, "cpu")
+    inputs = hc_down_inputs(35, 512, 24, name, torch.bfloat16, "cpu")
     weight = inputs["down"][0]
     plan = plan_down(28, 24, 4, 512, 8 * parts, parts, norm_first, name)
     assert plan.stream.groups == 2
     tape, scales = pack_tape(weight, plan.stream), outer_scales(weight)
     reference = hc_down_reference(**inputs)
     outputs = []
-    for capacity, count in ((1, 1), (4, 3), (8, 8), (16, 10)):
-        library = build(
-            "hc_down", hc_down_module.kernel_macros(plan, capacity, True), "GROUPS * SPLIT, SPLIT", tmp_path
-        )
+    # norms last have one form; what a format changes shows in the first and the last
+    variants = DOWN_VARIANTS if name == "bf16" else DOWN_VARIANTS[::4]
+    for whole_rows, turn_rows, count in variants if norm_first else DOWN_VARIANTS[:2]:
         rows = {name: inputs[name][:count].clone() for name in ("residual", "y", "y_weights")}
         out = [torch.full((count + 1, width), torch.nan, dtype=torch.bfloat16) for width in (2048, 2048, 24, 4)]
         packed = hc_down_module.pack_arguments(tape, inputs["norm_scale"], *rows.values(), *out, inputs["eps"], scales)
-        reads = [tape, inputs["norm_scale"], *rows.values(), *([] if scales is None else [scales])]
-        assert run(library, packed, reads, hc_down_module.shared_bytes(plan, capacity)) == 0
+        given = [tape, inputs["norm_scale"], *rows.values(), *([] if scales is None else [scales])]
+        form = replace(plan, whole_rows=whole_rows, turn_rows=turn_rows)
+        run_down(form, count, True, packed, given, out[1], tmp_path)
         assert all(bool(t[count:].isnan().all()) for t in out)
         out = [t[:count] for t in out]
         assert down_faults(out, [t[:count] for t in reference], weight, norm_first) == []
         outputs.append(out)
-    for fewer in outputs[:-1]:
-        assert all(torch.equal(a, b[: a.shape[0]]) for a, b in zip(fewer, outputs[-1], strict=True))
+    most = max(outputs, key=lambda out: out[0].shape[0])
+    for fewer in outputs:
+        assert all(torch.equal(a, b[: a.shape[0]]) for a, b in zip(fewer, most, strict=True))
 
 
 @needs_compiler
-def test_down_without_a_write_and_without_inject_rows(tmp_path: Path) -> None:
+@pytest.mark.parametrize("whole_rows", [8, 0])
+def test_down_without_a_write_and_without_inject_rows(whole_rows: int, tmp_path: Path) -> None:
     inputs = hc_down_inputs(3, 256, 20, "bf16", torch.bfloat16, "cpu", write=False)
     weight = PackedWeight("bf16", (20, 1024), inputs["down"][0].data[:20].contiguous())
-    plan = plan_down(20, 20, 4, 256, 8, 1)
+    plan = replace(plan_down(20, 20, 4, 256, 8, 1), whole_rows=whole_rows)
     tape = pack_tape(weight, plan.stream)
-    library = build("hc_down", hc_down_module.kernel_macros(plan, 4, False), "GROUPS * SPLIT, SPLIT", tmp_path)
     residual = inputs["residual"]
     normed, low = torch.empty_like(residual), torch.empty((3, 20), dtype=torch.bfloat16)
     nothing = residual.new_empty((3, 0))
     packed = hc_down_module.pack_arguments(
         tape, inputs["norm_scale"], residual, None, None, residual, normed, low, nothing, inputs["eps"]
     )
-    reads = [tape, inputs["norm_scale"], residual]
-    assert run(library, packed, reads, hc_down_module.shared_bytes(plan, 4)) == 0
+    run_down(plan, 3, False, packed, [tape, inputs["norm_scale"], residual], normed, tmp_path)
     reference = hc_down_reference(**{**inputs, "down": (weight,)})
     assert down_faults([residual, normed, low, nothing], reference, weight, True) == []
 
@@ -94,39 +98,68 @@ def test_down_without_a_write_and_without_inject_rows(tmp_path: Path) -> None:
 @needs_compiler
 @pytest.mark.parametrize(
     ("slices", "name"),
-    [(1, "bf16"), (2, "bf16"), (2, "fp8_channel"), pytest.param(1, "mxfp8", marks=pytest.mark.slow)],
+    [
+        (2, "bf16"),
+        (2, "fp8_channel"),
+        *(pytest.param(1, name, marks=pytest.mark.slow) for name in ("bf16", "mxfp8")),
+    ],
 )
 def test_mix_on_the_host(slices: int, name: str, tmp_path: Path) -> None:
-    inputs = hc_mix_inputs(10, 46, 64, name, torch.bfloat16, "cpu")
+    inputs = hc_mix_inputs(35, 46, 64, name, torch.bfloat16, "cpu")
     weight = inputs["up"][0]
     plan = plan_mix(46, 4, 64, 3, slices, name)  # the last block has a dead channel or two
     tape, scales = pack_mix(weight, plan)
     assert torch.equal(unpack_mix(tape, plan, scales).dequantize(), weight.dequantize())
     reference = hc_mix_reference(**inputs)
     outputs = []
-    for capacity, count in ((1, 1), (4, 3), (8, 8), (16, 10)):
-        library = build(
-            "hc_mix", hc_mix_module.kernel_macros(plan, capacity), "(D + COLUMNS - 1) / COLUMNS, 1", tmp_path
-        )
+    for direct_rows, turn_rows, count in MIX_VARIANTS if name == "bf16" else MIX_VARIANTS[::4]:
+        variant = replace(plan, direct_rows=direct_rows, turn_rows=turn_rows).variant(count)
+        library = build("hc_mix", "hc_mix_kernel", hc_mix_module.kernel_macros(plan, variant), tmp_path)
         low, normed = inputs["low"][:count].clone(), inputs["normed"][:count].clone()
         out = torch.full((count + 1, 46), torch.nan, dtype=torch.bfloat16)
         packed = hc_mix_module.pack_arguments(tape, low, normed, out, scales)
         reads = [tape, low, normed, *([] if scales is None else [scales])]
-        assert run(library, packed, reads, hc_mix_module.shared_bytes(plan, capacity)) == 0
+        shared = hc_mix_module.shared_bytes(plan, variant)
+        assert run(library, packed, reads, shared, variant.turns * plan.blocks, 1) == 0
         assert bool(out[count:].isnan().all())
         assert mix_faults(out[:count], reference[:count], low, normed, weight) == []
         outputs.append(out[:count])
-    for fewer in outputs[:-1]:
+    for fewer in outputs:
         assert torch.equal(fewer, outputs[-1][: fewer.shape[0]])
 
 
-def build(name: str, macros: dict[str, int], grid: str, directory: Path) -> ctypes.CDLL:
-    """One kernel as a shared library."""
+def run_down(
+    plan: hc_down_module.DownPlan,
+    count: int,
+    write: bool,
+    packed: bytes,
+    reads: list[Tensor],
+    normed: Tensor,
+    directory: Path,
+) -> None:
+    """The kernels that a plan gives so many rows, one after the other; the second may read n too."""
+    variant = plan.variant(count)
+    for form in variant.forms:
+        capacity = 1 if form == hc_down_module.NORMS else variant.capacity
+        macros = hc_down_module.kernel_macros(plan, capacity, form, write and form != hc_down_module.PRODUCT)
+        blocks, cluster = variant.turns * plan.stream.blocks, plan.stream.split
+        if form == hc_down_module.NORMS:
+            blocks, cluster = variant.turns * variant.capacity * plan.streams, 1
+        library = build("hc_down", hc_down_module.KERNELS[form], macros, directory)
+        given = [*reads, normed] if form == hc_down_module.PRODUCT else reads
+        shared = hc_down_module.shared_bytes(plan, capacity, form)
+        assert run(library, packed, given, shared, blocks, cluster) == 0
+
+
+def build(name: str, kernel: str, macros: dict[str, int], directory: Path) -> ctypes.CDLL:
+    """One kernel as a shared library, made once in a directory."""
     text = (Path(hc_down_module.__file__).parent / f"{name}.cu").read_text(encoding="utf-8")
     text = re.sub(r"extern __shared__ .*? shared\[\];", "u8* shared = block_shared;", text)
-    source = directory / f"{name}{macros['X_ROWS']}.cpp"
-    source.write_text(text + ENTRY % (grid, f"{name}_kernel"), encoding="utf-8")
+    source = directory / f"{kernel}{'-'.join(map(str, macros.values()))}.cpp"
     target = source.with_suffix(".so")
+    if target.exists():
+        return ctypes.CDLL(str(target))
+    source.write_text(text + ENTRY % kernel, encoding="utf-8")
     options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread"]
     options += ["-I", str(HOST), "-idirafter", str(Path(hc_down_module.__file__).parent / "include")]
     defines = [f"-D{macro}={value}" for macro, value in macros.items()]
@@ -134,9 +167,12 @@ def build(name: str, macros: dict[str, int], grid: str, directory: Path) -> ctyp
     return ctypes.CDLL(str(target))
 
 
-def run(library: ctypes.CDLL, packed: bytes, reads: list[Tensor], shared_bytes: int) -> int:
+def run(
+    library: ctypes.CDLL, packed: bytes, reads: list[Tensor], shared_bytes: int, blocks: int, of_cluster: int
+) -> int:
     """Run a kernel that may read these tensors only; the number of faults."""
     ranges = [value for t in reads for value in (t.data_ptr(), t.numel() * t.element_size())]
     table = (ctypes.c_uint64 * len(ranges))(*ranges)
-    library.run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64]
-    return int(library.run(ctypes.create_string_buffer(packed), table, len(reads), shared_bytes))
+    library.run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64, ctypes.c_int, ctypes.c_int]
+    arguments = ctypes.create_string_buffer(packed)
+    return int(library.run(arguments, table, len(reads), shared_bytes, blocks, of_cluster))

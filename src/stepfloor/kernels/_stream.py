@@ -25,7 +25,7 @@ STEP_COLUMNS = 32
 SHARED_LIMIT = 227 * 1024
 # two blocks of successive kernels fit on a multiprocessor together, so that the later one can request its weights early
 SHARED_LIMIT_OF_TWO = 113 * 1024
-ROW_CAPACITIES = (1, 2, 4, 8, 16)  # rows for which kernels that stage their input are compiled
+ROW_CAPACITIES = (1, 2, 4, 8, 16, 32, 48, 64, 80)  # rows for which hc_down and hc_mix are compiled
 
 _MX_BIAS = 120  # what decoding an E4M3 code by moving bits is short of, as a power of two
 # Stored exponents of MXFP8 whose products with every code are normal bf16 numbers: scales of 2**-117 to 2**7.
@@ -410,14 +410,19 @@ def largest_divisor(value: int, limit: int, grain: int = 1) -> int:
     return next((d for d in range(min(value, limit), grain, -1) if value % d == 0 and d % grain == 0), grain)
 
 
+def shared_limit(device: torch.device) -> int:
+    """Bytes of shared memory a block can have: 1 KB of every block is the system's."""
+    return min(SHARED_LIMIT, torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor - 1024)
+
+
 def readable(t: Tensor) -> Tensor:
     """t itself where a kernel can read it 16 bytes at a time from its start, else a copy."""
     return t.contiguous() if t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.contiguous_format)
 
 
-def row_capacity(rows: int) -> int:
-    """The smallest kernel for this many rows; beyond the largest, rows go in turns."""
-    return next((c for c in ROW_CAPACITIES if c >= rows), ROW_CAPACITIES[-1])
+def row_capacity(rows: int, most: int = ROW_CAPACITIES[-1]) -> int:
+    """The smallest kernel for this many rows, or the largest of at most `most`: then rows go in turns."""
+    return next((c for c in ROW_CAPACITIES if rows <= c <= most), max(c for c in ROW_CAPACITIES if c <= most))
 
 
 @cache

@@ -1,52 +1,49 @@
 // The seam between two sub-layers: R <- R + w y, the norm of each stream, down and inject rows, silu and sigmoid.
 // Source: hc_down.py, which writes the tape and repeats the equations with the source's rounding; this kernel rounds where
-// the source does, except where NORM_FIRST is 0.
+// the source does, except where NORM_FIRST is 0. hc_down.py also says which of the forms below takes how many rows, and why.
 //
 // A cluster owns ROWS weight rows; each of its blocks owns the columns of one stream, or of a PARTS-th of one, so that the
-// mean square of a stream is known to a block (PARTS 1) or to neighbours in the cluster. A block prepares its columns of
-// all rows of x together, once, in shared memory: at one row every lane has work, and the product reads no global memory.
-// The first read of weights and norm scale is requested before the wait; R, y and w are not, the kernels before wrote them.
+// mean square of a stream is known to a block (PARTS 1) or to neighbours in the cluster. More than X_ROWS rows go in turns,
+// all in one launch: the grid is turns times clusters.
 //
-// The order of sums depends on the shape and PARTS, never on the number of rows: squares in units of 256 columns (8 of a
-// lane in order, then a tree over lanes), units in order; products as in linear.cu; blocks of the cluster in order.
+// WHOLE: a block prepares its columns of all rows of a turn together, once, in shared memory: at one row every lane has work,
+// and the product reads no global memory. The first read of weights and norm scale is requested before the wait; R, y and w
+// are not, the kernels before wrote them. NORMS and PRODUCT are two kernels, one after the other: the first writes R and n
+// once, a block for each stream of a row; a warp of the second reads its slice of n from the L2, once for all weight rows.
+//
+// The order of sums depends on the shape and PARTS, never on the number of rows or the form: squares in units of 256 columns
+// (8 of a lane in order, then a tree over lanes), units in order; products as in linear.cu; blocks of the cluster in order.
 
 #include "stream.cuh"
 #include "formats.cuh"
 
+// FORM          0: whole, 1: norms, 2: product
 // N, RANK       weight rows with inject, without
 // STREAMS, D    streams and the width of one
 // PARTS         blocks of a cluster for each stream
 // ROWS          weight rows of a cluster
 // FORMAT        of the weights: bf16, FP8 with a scale for each row, or MXFP8; see formats.cuh
-// X_ROWS        rows of x at most: 1 to 8, or 16
+// X_ROWS        rows of x of a turn at most: 1 to 8, 16, and for the product any multiple of 16
 // WRITE         whether an output waits to be written to the streams
 // NORM_FIRST    1: rounds n to bf16 and multiplies it, as the source does. 0: multiplies bf16(R scale) and applies 1 / rms to
 //               the sums of each stream, which saves a barrier before the product and differs by one rounding of n
 // PER_SM        blocks that fit on a multiprocessor together
 
 constexpr int WARPS = 8;
-constexpr int THREADS = WARPS * 32;
+constexpr int THREADS = FORM == 1 ? D / 256 * 32 : WARPS * 32;
 constexpr int SPLIT = STREAMS * PARTS;
 constexpr int GROUPS = (N + ROWS - 1) / ROWS;
+constexpr int BLOCKS = GROUPS * SPLIT;  // of a turn
 constexpr int COLUMNS = D / PARTS;
 constexpr int STEPS = COLUMNS / 256;  // of 32 columns, of a warp; also the units of 256 columns of a row
 constexpr int WIDTHS = (ROWS + 7) / 8;
 constexpr bool TALL = X_ROWS > 8;
-constexpr int ROUNDS = (X_ROWS * STEPS + WARPS - 1) / WARPS;  // units of a warp
+constexpr int TILES = (X_ROWS + 15) / 16;
 constexpr int PIECE_BYTES = STEPS * unit_bytes(ROWS);
-constexpr int X_PITCH = COLUMNS * 2 + 64;  // 64 modulo 128 bytes: two rows of x side by side in the banks
 constexpr int PITCH = (WIDTHS + (WIDTHS % 2 == 0)) * 8;
-static_assert(COLUMNS * PARTS == D && STEPS * 256 == COLUMNS && X_ROWS <= 16, "shape");
+static_assert(COLUMNS * PARTS == D && STEPS * 256 == COLUMNS, "shape");
+static_assert(X_ROWS <= 16 || (FORM != 0 && NORM_FIRST && X_ROWS % 16 == 0), "rows");
 static_assert(UNIT_STEPS == 1 && !BLOCK_SCALES, "format");
-// idle lanes read up to 448 bytes past the last weight row: the norm's scale lies there
-constexpr int SCALE_AT = WARPS * PIECE_BYTES;
-constexpr int X_AT = SCALE_AT + COLUMNS * 4;
-constexpr int SUMS_AT = X_AT + X_ROWS * X_PITCH;
-constexpr int PARTIAL_AT = SUMS_AT + WARPS * X_ROWS * PITCH * 4;
-constexpr int SQUARES_AT = PARTIAL_AT + X_ROWS * ROWS * 4;
-constexpr int TOTALS_AT = SQUARES_AT + X_ROWS * STEPS * 4;
-constexpr int ROW_SCALES_AT = TOTALS_AT + X_ROWS * 4;
-constexpr int BARRIERS_AT = (ROW_SCALES_AT + (ROW_SCALES ? ROWS * 4 : 0) + 7) / 8 * 8;
 
 struct Arguments {
   const u8* tape;
@@ -58,8 +55,9 @@ struct Arguments {
   float eps;
 };
 
-DEVICE Words normalise(const Words& r, float factor, u32 scale_address) {
-  const Words a = load_shared(scale_address), b = load_shared(scale_address + 16);
+// ------------------------------------------------------------------ what the forms share, so that they agree in every bit
+
+DEVICE Words normalise(const Words& r, float factor, const Words& a, const Words& b) {
   Words v;
   v.x = to_pair(lower(r.x) * factor * __uint_as_float(a.x), upper(r.x) * factor * __uint_as_float(a.y));
   v.y = to_pair(lower(r.y) * factor * __uint_as_float(a.z), upper(r.y) * factor * __uint_as_float(a.w));
@@ -70,20 +68,105 @@ DEVICE Words normalise(const Words& r, float factor, u32 scale_address) {
 
 DEVICE float square_sum(const Words& r) {
   float sum = lower(r.x) * lower(r.x);
-  sum += upper(r.x) * upper(r.x);
-  sum += lower(r.y) * lower(r.y);
-  sum += upper(r.y) * upper(r.y);
-  sum += lower(r.z) * lower(r.z);
-  sum += upper(r.z) * upper(r.z);
-  sum += lower(r.w) * lower(r.w);
-  sum += upper(r.w) * upper(r.w);
-  return sum;
+  sum = multiply_add(upper(r.x), upper(r.x), sum);
+  sum = multiply_add(lower(r.y), lower(r.y), sum);
+  sum = multiply_add(upper(r.y), upper(r.y), sum);
+  sum = multiply_add(lower(r.z), lower(r.z), sum);
+  sum = multiply_add(upper(r.z), upper(r.z), sum);
+  sum = multiply_add(lower(r.w), lower(r.w), sum);
+  return multiply_add(upper(r.w), upper(r.w), sum);
+}
+
+DEVICE void write_stream(Words& r, const Words& y, u32 weight) {
+  const u32 w = weight | weight << 16;
+  r.x = add_pair(r.x, multiply_pair(y.x, w));
+  r.y = add_pair(r.y, multiply_pair(y.y, w));
+  r.z = add_pair(r.z, multiply_pair(y.z, w));
+  r.w = add_pair(r.w, multiply_pair(y.w, w));
+}
+
+// One step of a warp: 32 columns of all weight rows by a tile of rows. weights: shared address of the unit
+DEVICE void multiply(float (&acc)[WIDTHS][2][4], u32 weights, const Words& x, const Words& z, int g, int t) {
+#pragma unroll
+  for (int width = 0; width < WIDTHS; width++) {
+    const Words w = decode(load_codes(weights, ROWS, width * 8 + g, t), 0, t);
+    matrix_step(acc[width][0], x.x, z.x, x.y, z.y, w.x, w.y);
+    matrix_step(acc[width][1], x.z, z.z, x.w, z.w, w.z, w.w);
+  }
+}
+
+// A warp's sums of a tile of rows. to: its place for the tile
+DEVICE void store_sums(float* to, const float (&acc)[WIDTHS][2][4], int g, int t) {
+#pragma unroll
+  for (int width = 0; width < WIDTHS; width++) {
+    const float(&even)[4] = acc[width][0];
+    const float(&odd)[4] = acc[width][1];
+    float* at = to + g * PITCH + width * 8 + 2 * t;
+    if (g < X_ROWS) *(float2*)at = make_float2(even[0] + odd[0], even[1] + odd[1]);
+    if (TALL) *(float2*)(at + 8 * PITCH) = make_float2(even[2] + odd[2], even[3] + odd[3]);
+  }
+}
+
+// The sums of the block's warps, in order.
+DEVICE void add_warps(float* partial, const float* sums, int rows) {
+  for (int e = threadIdx.x; e < rows * ROWS; e += THREADS) {
+    float value = 0.f;
+#pragma unroll
+    for (int slice = 0; slice < WARPS; slice++) value += sums[(slice * X_ROWS + e / ROWS) * PITCH + e % ROWS];
+    partial[e] = value;
+  }
+}
+
+// The sums over the cluster, each block a share of them, and what becomes of them. first: row of the turn's first
+DEVICE void add_blocks(const Arguments& a, const float* partial, const float* totals, const float* row_scales, int group, int rank,
+                       int first, int rows) {
+  for (int e = rank * THREADS + threadIdx.x; e < rows * ROWS; e += SPLIT * THREADS) {
+    const int m = e / ROWS, row = group * ROWS + e % ROWS;
+    float value = 0.f;
+#pragma unroll
+    for (int s = 0; s < STREAMS; s++) {
+      float of_stream = 0.f, total = 0.f;
+#pragma unroll
+      for (int p = 0; p < PARTS; p++) {
+        of_stream += load_peer(shared_address(partial + e), s * PARTS + p);
+        if (!NORM_FIRST) total += load_peer(shared_address(totals + m), s * PARTS + p);
+      }
+      value += NORM_FIRST ? of_stream : of_stream * inverse_root(total / D + a.eps);
+    }
+    if (ROW_SCALES) value *= row_scales[e % ROWS];
+    // the source rounds the product, divides, rounds the function
+    value = lower(to_bf16(value)) / STREAMS;
+    if (row < RANK)
+      a.low[(first + m) * RANK + row] = to_bf16(value * sigmoid(value));
+    else if (row < N)
+      a.new_weights[(first + m) * STREAMS + row - RANK] = to_bf16(2.f * sigmoid(value));
+  }
+}
+
+#if FORM == 0
+// ------------------------------------------------------------------ whole: everything in one kernel
+
+constexpr int ROUNDS = (X_ROWS * STEPS + WARPS - 1) / WARPS;  // units of a warp
+constexpr int X_PITCH = COLUMNS * 2 + 64;  // 64 modulo 128 bytes: two rows of x side by side in the banks
+// idle lanes read up to 448 bytes past the last weight row: the norm's scale lies there
+constexpr int SCALE_AT = WARPS * PIECE_BYTES;
+constexpr int X_AT = SCALE_AT + COLUMNS * 4;
+constexpr int SUMS_AT = X_AT + X_ROWS * X_PITCH;
+constexpr int PARTIAL_AT = SUMS_AT + WARPS * X_ROWS * PITCH * 4;
+constexpr int SQUARES_AT = PARTIAL_AT + X_ROWS * ROWS * 4;
+constexpr int TOTALS_AT = SQUARES_AT + X_ROWS * STEPS * 4;
+constexpr int ROW_SCALES_AT = TOTALS_AT + X_ROWS * 4;
+constexpr int BARRIERS_AT = (ROW_SCALES_AT + (ROW_SCALES ? ROWS * 4 : 0) + 7) / 8 * 8;
+
+DEVICE Words normalise(const Words& r, float factor, u32 scale) {
+  return normalise(r, factor, load_shared(scale), load_shared(scale + 16));
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) hc_down_kernel(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(128) u8 shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int group = blockIdx.x / SPLIT, rank = blockIdx.x % SPLIT, stream = rank / PARTS, part = rank % PARTS;
+  const int first = blockIdx.x / BLOCKS * X_ROWS, rows = min(a.rows - first, X_ROWS), place = blockIdx.x % BLOCKS;
+  const int group = place / SPLIT, rank = place % SPLIT, stream = rank / PARTS, part = rank % PARTS;
   const u32 base = shared_address(shared), barriers = base + BARRIERS_AT;
   float* sums = (float*)(shared + SUMS_AT);
   float* partial = (float*)(shared + PARTIAL_AT);
@@ -101,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) hc_down_kernel(con
     bulk_copy(base + SCALE_AT + warp * (COLUMNS * 4 / WARPS), (const u8*)(a.scale + first_column) + warp * (COLUMNS * 4 / WARPS),
               COLUMNS * 4 / WARPS, barriers + 16 * warp + 8, evict_first_policy());
     barrier_expect(barriers + 16 * warp, PIECE_BYTES);
-    bulk_copy(base + warp * PIECE_BYTES, a.tape + (u64)(blockIdx.x * WARPS + warp) * PIECE_BYTES, PIECE_BYTES,
+    bulk_copy(base + warp * PIECE_BYTES, a.tape + (u64)(place * WARPS + warp) * PIECE_BYTES, PIECE_BYTES,
               barriers + 16 * warp, evict_first_policy());
   }
   __syncthreads();
@@ -111,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) hc_down_kernel(con
   wait_for_predecessor();
 
   // ---- R of this block's columns: all loads first, no branch around them
-  const int units = a.rows * STEPS;
+  const int units = rows * STEPS;
   Words r[ROUNDS];
   if (WRITE) {
     Words y[ROUNDS];
@@ -119,23 +202,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) hc_down_kernel(con
 #pragma unroll
     for (int i = 0; i < ROUNDS; i++) {
       const int unit = min(warp + WARPS * i, units - 1), row = unit / STEPS, column = unit % STEPS * 256 + lane * 8;
-      r[i] = load_global(a.residual + (long long)row * (STREAMS * D) + first_column + column);
-      y[i] = load_global(a.y + (long long)row * D + part * COLUMNS + column);
-      weight[i] = load_half(a.weights + row * STREAMS + stream);
+      r[i] = load_global(a.residual + (long long)(first + row) * (STREAMS * D) + first_column + column);
+      y[i] = load_global(a.y + (long long)(first + row) * D + part * COLUMNS + column);
+      weight[i] = load_half(a.weights + (first + row) * STREAMS + stream);
     }
 #pragma unroll
-    for (int i = 0; i < ROUNDS; i++) {
-      const u32 w = weight[i] | weight[i] << 16;
-      r[i].x = add_pair(r[i].x, multiply_pair(y[i].x, w));
-      r[i].y = add_pair(r[i].y, multiply_pair(y[i].y, w));
-      r[i].z = add_pair(r[i].z, multiply_pair(y[i].z, w));
-      r[i].w = add_pair(r[i].w, multiply_pair(y[i].w, w));
-    }
+    for (int i = 0; i < ROUNDS; i++) write_stream(r[i], y[i], weight[i]);
   } else {
 #pragma unroll
     for (int i = 0; i < ROUNDS; i++) {
       const int unit = min(warp + WARPS * i, units - 1), row = unit / STEPS, column = unit % STEPS * 256 + lane * 8;
-      r[i] = load_global(a.residual + (long long)row * (STREAMS * D) + first_column + column);
+      r[i] = load_global(a.residual + (long long)(first + row) * (STREAMS * D) + first_column + column);
     }
   }
   for (int other = 0; other < WARPS; other++) barrier_wait(barriers + 16 * other + 8, 0);
@@ -156,7 +233,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) hc_down_kernel(con
 
   // lane m: the mean square of row m
   float mine = 0.f;
-  if (lane < a.rows) {
+  if (lane < rows) {
     if (NORM_FIRST && PARTS > 1) {
 #pragma unroll
       for (int p = 0; p < PARTS; p++)
@@ -177,7 +254,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) hc_down_kernel(con
       store_shared(base + X_AT + row * X_PITCH + column * 2, normalise(r[i], factor, base + SCALE_AT + column * 4));
     }
     __syncthreads();
-  } else if (warp == 0 && lane < a.rows) {
+  } else if (warp == 0 && lane < rows) {
     totals[lane] = mine;
   }
 
@@ -194,65 +271,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) hc_down_kernel(con
     const Words x = load_shared(top + i * 64);
     Words z = {0, 0, 0, 0};
     if (TALL) z = load_shared(bottom + i * 64);
-#pragma unroll
-    for (int width = 0; width < WIDTHS; width++) {
-      const Words w = decode(load_codes(weights + i * unit_bytes(ROWS), ROWS, width * 8 + g, t), 0, t);
-      matrix_step(acc[width][0], x.x, z.x, x.y, z.y, w.x, w.y);
-      matrix_step(acc[width][1], x.z, z.z, x.w, z.w, w.z, w.w);
-    }
+    multiply(acc, weights + i * unit_bytes(ROWS), x, z, g, t);
   }
-  float* to = sums + warp * X_ROWS * PITCH + 2 * t;
-#pragma unroll
-  for (int width = 0; width < WIDTHS; width++) {
-    const float(&even)[4] = acc[width][0];
-    const float(&odd)[4] = acc[width][1];
-    if (g < X_ROWS) *(float2*)(to + g * PITCH + width * 8) = make_float2(even[0] + odd[0], even[1] + odd[1]);
-    if (TALL) *(float2*)(to + (g + 8) * PITCH + width * 8) = make_float2(even[2] + odd[2], even[3] + odd[3]);
-  }
+  store_sums(sums + warp * X_ROWS * PITCH, acc, g, t);
   __syncthreads();
-  for (int e = threadIdx.x; e < a.rows * ROWS; e += THREADS) {
-    float value = 0.f;
-#pragma unroll
-    for (int slice = 0; slice < WARPS; slice++) value += sums[(slice * X_ROWS + e / ROWS) * PITCH + e % ROWS];
-    partial[e] = value;
-  }
+  add_warps(partial, sums, rows);
   cluster_arrive();
   // ---- the clusters share the writing of R and n
 #pragma unroll
   for (int i = 0; i < ROUNDS; i++) {
     const int unit = warp + WARPS * i, row = unit / STEPS, column = unit % STEPS * 256 + lane * 8;
     if (unit >= units || unit % GROUPS != group) continue;
-    const long long at = (long long)row * (STREAMS * D) + first_column + column;
-    if (WRITE) *(Words*)(a.new_residual + at) = r[i];
-    if (NORM_FIRST) *(Words*)(a.normed + at) = load_shared(base + X_AT + row * X_PITCH + column * 2);
+    const long long at = (long long)(first + row) * (STREAMS * D) + first_column + column;
+    if (WRITE) store_global(a.new_residual + at, r[i]);
+    if (NORM_FIRST) store_global(a.normed + at, load_shared(base + X_AT + row * X_PITCH + column * 2));
   }
   cluster_wait();
 
-  // ---- sums over the cluster, each block a share of them
-  for (int e = rank * THREADS + threadIdx.x; e < a.rows * ROWS; e += SPLIT * THREADS) {
-    const int m = e / ROWS, row = group * ROWS + e % ROWS;
-    float value = 0.f;
-#pragma unroll
-    for (int s = 0; s < STREAMS; s++) {
-      float of_stream = 0.f, total = 0.f;
-#pragma unroll
-      for (int p = 0; p < PARTS; p++) {
-        of_stream += load_peer(shared_address(partial + e), s * PARTS + p);
-        if (!NORM_FIRST) total += load_peer(shared_address(totals + m), s * PARTS + p);
-      }
-      value += NORM_FIRST ? of_stream : of_stream * inverse_root(total / D + a.eps);
-    }
-    if (ROW_SCALES) value *= row_scales[e % ROWS];
-    // the source rounds the product, divides, rounds the function
-    value = lower(to_bf16(value)) / STREAMS;
-    if (row < RANK)
-      a.low[m * RANK + row] = to_bf16(value * sigmoid(value));
-    else if (row < N)
-      a.new_weights[m * STREAMS + row - RANK] = to_bf16(2.f * sigmoid(value));
-  }
+  add_blocks(a, partial, totals, row_scales, group, rank, first, rows);
   if (!NORM_FIRST) {
     float factor = 0.f;
-    if (lane < a.rows) {
+    if (lane < rows) {
 #pragma unroll
       for (int p = 0; p < PARTS; p++) factor += load_peer(shared_address(totals + lane), stream * PARTS + p);
     }
@@ -261,9 +300,107 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) hc_down_kernel(con
     for (int i = 0; i < ROUNDS; i++) {
       const int unit = warp + WARPS * i, row = unit / STEPS, column = unit % STEPS * 256 + lane * 8;
       const float own = from_lane(factor, min(row, X_ROWS - 1));
-      if (unit < units && unit % GROUPS == group)
-        *(Words*)(a.normed + (long long)row * (STREAMS * D) + first_column + column) = normalise(r[i], own, base + SCALE_AT + column * 4);
+      if (unit >= units || unit % GROUPS != group) continue;
+      const long long at = (long long)(first + row) * (STREAMS * D) + first_column + column;
+      store_global(a.normed + at, normalise(r[i], own, base + SCALE_AT + column * 4));
     }
   }
   cluster_leave();
 }
+
+#elif FORM == 1
+// ------------------------------------------------------------------ norms: R and n of one stream of a row
+
+constexpr int UNITS = D / 256;
+static_assert(THREADS <= 1024 && NORM_FIRST, "shape");
+
+extern "C" __global__ void __launch_bounds__(THREADS) hc_down_norms_kernel(const __grid_constant__ Arguments a) {
+  extern __shared__ __align__(128) u8 shared[];
+  float* squares = (float*)shared;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = threadIdx.x * 8;
+  const int row = blockIdx.x / STREAMS, stream = blockIdx.x % STREAMS;
+  const Words low = load_global(a.scale + stream * D + column), high = load_global(a.scale + stream * D + column + 4);
+  launch_dependents();
+  wait_for_predecessor();
+  if (row >= a.rows) return;
+  const long long at = (long long)row * (STREAMS * D) + stream * D + column;
+  Words r = load_global(a.residual + at);
+  if (WRITE) {
+    const Words y = load_global(a.y + (long long)row * D + column);
+    write_stream(r, y, load_half(a.weights + row * STREAMS + stream));
+    store_global(a.new_residual + at, r);
+  }
+  const float sum = warp_sum(square_sum(r));
+  if (lane == 0) squares[warp] = sum;
+  __syncthreads();
+  float mine = 0.f;
+#pragma unroll
+  for (int i = 0; i < UNITS; i++) mine += squares[i];
+  store_global(a.normed + at, normalise(r, inverse_root(mine / D + a.eps), low, high));
+}
+
+#else
+// ------------------------------------------------------------------ product: n is there
+
+// A warp's step of x is refilled for the next tile as soon as it has been multiplied: some STEPS steps are on their way
+// from the L2 all the time, with the registers of one tile.
+constexpr int SUMS_AT = WARPS * PIECE_BYTES + 448;  // 448: what idle lanes read past the last weight row
+constexpr int PARTIAL_AT = SUMS_AT + WARPS * X_ROWS * PITCH * 4;
+constexpr int ROW_SCALES_AT = PARTIAL_AT + X_ROWS * ROWS * 4;
+constexpr int BARRIERS_AT = (ROW_SCALES_AT + (ROW_SCALES ? ROWS * 4 : 0) + 7) / 8 * 8;
+
+extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) hc_down_product_kernel(const __grid_constant__ Arguments a) {
+  extern __shared__ __align__(128) u8 shared[];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int first = blockIdx.x / BLOCKS * X_ROWS, rows = min(a.rows - first, X_ROWS), place = blockIdx.x % BLOCKS;
+  const int group = place / SPLIT, rank = place % SPLIT;
+  const u32 base = shared_address(shared), barrier = base + BARRIERS_AT + warp * 8, weights = base + warp * PIECE_BYTES;
+  float* sums = (float*)(shared + SUMS_AT);
+  float* partial = (float*)(shared + PARTIAL_AT);
+  float* row_scales = (float*)(shared + ROW_SCALES_AT);
+  if (lane == 0) {
+    barrier_init(barrier, 1);
+    barrier_init_done();
+    barrier_expect(barrier, PIECE_BYTES);
+    bulk_copy(weights, a.tape + (u64)(place * WARPS + warp) * PIECE_BYTES, PIECE_BYTES, barrier, evict_first_policy());
+  }
+  __syncwarp();
+  launch_dependents();
+  if (ROW_SCALES)
+    for (int i = threadIdx.x; i < ROWS; i += THREADS) row_scales[i] = load_global_float(a.row_scales + min(group * ROWS + i, N - 1));
+  wait_for_predecessor();
+
+  // rows past the last one repeat it: they spoil sums that nobody stores
+  const u16* slice = a.normed + (long long)first * (STREAMS * D) + rank * COLUMNS + warp * (STEPS * 32) + t * 8;
+  const u16* top = slice + (long long)min(g, rows - 1) * (STREAMS * D);
+  const u16* bottom = slice + (long long)min(g + 8, rows - 1) * (STREAMS * D);
+  Words x[STEPS], z[STEPS];
+#pragma unroll
+  for (int i = 0; i < STEPS; i++) {
+    x[i] = load_global(top + i * 32);
+    z[i] = TALL ? load_global(bottom + i * 32) : Words{0, 0, 0, 0};
+  }
+  barrier_wait(barrier, 0);
+#pragma unroll
+  for (int tile = 0; tile < TILES; tile++) {
+    float acc[WIDTHS][2][4];
+#pragma unroll
+    for (int i = 0; i < WIDTHS * 8; i++) (&acc[0][0][0])[i] = 0.f;
+    top = slice + (long long)min((tile + 1) * 16 + g, rows - 1) * (STREAMS * D);
+    bottom = slice + (long long)min((tile + 1) * 16 + g + 8, rows - 1) * (STREAMS * D);
+#pragma unroll
+    for (int i = 0; i < STEPS; i++) {
+      multiply(acc, weights + i * unit_bytes(ROWS), x[i], z[i], g, t);
+      if (tile == TILES - 1) continue;
+      x[i] = load_global(top + i * 32);
+      z[i] = load_global(bottom + i * 32);
+    }
+    store_sums(sums + (warp * X_ROWS + tile * 16) * PITCH, acc, g, t);
+  }
+  __syncthreads();
+  add_warps(partial, sums, rows);
+  cluster_sync();
+  add_blocks(a, partial, partial, row_scales, group, rank, first, rows);
+  cluster_leave();
+}
+#endif

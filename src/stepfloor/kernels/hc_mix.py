@@ -7,12 +7,19 @@ Source: transformers 5.24, Qwen4ExpTextGatedResidual.forward.
 On a GPU the matrix is repacked once, at load (`hc_mix_repack`), so that one block of `hc_mix.cu` holds the rows of
 the same channels of every stream and finishes them. Its sums depend on the shape alone, never on the number of rows.
 More rows than a decode step has, and matrices that are not repacked, go through a product and one kernel for the rest.
+
+Why `low` is staged in shared memory for more than DIRECT_ROWS rows, at the model's sizes on an H200, where a
+multiprocessor gets 42 bytes a ns of the L2's 5.5 TB/s, 220 of its shared memory, and issues 7 warp instructions a ns.
+Read by every warp, 64 rows of `low` are 164 KB a block (3.9 us); in four launches in a row they took 20 us. Staged
+they are 41 KB (1.0 us) beside 10 KB of n; shared memory then moves 205 KB of `low`, 51 KB of weights, once for all
+tiles, and 98 KB of sums (1.6 us); 8,800 warp instructions are 1.3 us. Some of these overlap: with the launch, 64 rows
+should take 5 to 6 us. These are estimates, no GPU has run it: `benchmarks.hyper_connection` measures every form.
 """
 
 import logging
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -47,6 +54,7 @@ from stepfloor.kernels._stream import (
     readable,
     row_capacity,
     say_once,
+    shared_limit,
     stack_all,
     unpack_tape,
     why_not_streamed,
@@ -56,6 +64,7 @@ from stepfloor.kernels._torch import product, sigmoid
 logger = logging.getLogger(__name__)
 
 MAX_ROWS = 80  # more rows are prefill: the library multiplies
+DIRECT_ROWS = 8  # rows up to which every warp reads `low` itself
 BLOCK_CHANNELS = 1024
 FORMATS = ("bf16", "fp8_channel", "fp8_tensor", "mxfp8")  # that `hc_mix.cu` reads
 
@@ -64,8 +73,11 @@ FORMATS = ("bf16", "fp8_channel", "fp8_tensor", "mxfp8")  # that `hc_mix.cu` rea
 class MixPlan:
     """How the matrix [S * D, rank] is cut; the macros of `hc_mix.cu` have these names.
 
-    columns  channels of a block; slices  warps that share the columns of a weight row
+    columns  channels of a block, even; slices  warps that share the columns of a weight row
     format   of the matrix as stored
+    direct_rows  rows up to which every warp reads its part of `low` itself, 16 at most; for more, a block stages it
+    turn_rows    rows of a block at most; more go in turns, in one launch
+    The last two move no bit: `variant` is where they choose a kernel.
     """
 
     d: int
@@ -74,10 +86,17 @@ class MixPlan:
     columns: int
     slices: int
     format: str = "bf16"
+    direct_rows: int = DIRECT_ROWS
+    turn_rows: int = MAX_ROWS
+
+    def variant(self, rows: int) -> "MixVariant":
+        """The kernel for this many rows."""
+        capacity = row_capacity(rows, self.turn_rows)
+        return MixVariant(capacity > self.direct_rows, capacity, -(-rows // capacity))
 
     @property
     def blocks(self) -> int:
-        """Blocks of the grid."""
+        """Blocks of a turn."""
         return -(-self.d // self.columns)
 
     @property
@@ -93,6 +112,18 @@ class MixPlan:
     def order(self) -> tuple[int, int, int]:
         """How the rows of the tape are ordered, for `_stream.dense_matrix`."""
         return self.streams, self.d, self.columns
+
+
+@dataclass(frozen=True, slots=True)
+class MixVariant:
+    """How some number of rows is taken; all variants of a plan give a row the same bits.
+
+    staged  whether blocks keep `low` in shared memory; capacity  rows of a turn; turns  of the launch
+    """
+
+    staged: bool
+    capacity: int
+    turns: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -184,11 +215,12 @@ def hc_mix_repack(
         return up
     count = torch.cuda.get_device_properties(target).multi_processor_count
     plan = plan_mix(joined.shape[0] // streams, streams, joined.shape[1], count, format_name=joined.format)
+    plan = fit_plan(plan, shared_limit(target))
     tape, scales = pack_mix(joined, plan)
     streamed = StreamedMix(plan, tape, cache_dir or default_cache_dir(), scales)
     dense_launch(plan.stream, plan.order, target, streamed.cache_dir)
-    for capacity in (c for c in ROW_CAPACITIES if c <= row_capacity(max_rows)):
-        launch_for(plan, capacity, target, streamed.cache_dir)
+    for rows in (c for c in ROW_CAPACITIES if c <= row_capacity(max_rows)):
+        launch_for(plan, plan.variant(rows), target, streamed.cache_dir)
     # kernels request weights before they wait for their predecessor, which the repacking must not be
     torch.cuda.synchronize(target)
     return (streamed,)
@@ -198,9 +230,15 @@ def plan_mix(
     d: int, streams: int, rank: int, multiprocessors: int, slices: int = 2, format_name: str = "bf16"
 ) -> MixPlan:
     """One wave of blocks. The order of sums depends on rank and slices."""
-    halves = WARPS // (streams * slices)
     columns = -(-d // multiprocessors)
-    return MixPlan(d, streams, rank, columns + -columns % halves, slices, format_name)
+    return MixPlan(d, streams, rank, columns + columns % 2, slices, format_name)
+
+
+def fit_plan(plan: MixPlan, limit: int) -> MixPlan:
+    """The plan with turns that fit in so many bytes of shared memory of a block."""
+    fitting = [c for c in ROW_CAPACITIES if c <= plan.turn_rows]
+    fitting = [c for c in fitting if shared_bytes(plan, MixVariant(c > plan.direct_rows, c, 1)) <= limit]
+    return replace(plan, turn_rows=max(fitting, default=1))
 
 
 def pack_mix(up: PackedWeight, plan: MixPlan) -> tuple[Tensor, Tensor | None]:
@@ -239,12 +277,9 @@ def stream_mix(low: Tensor, normed: Tensor, up: StreamedMix) -> Tensor:
 
 
 def queue_mix(up: StreamedMix, low: Tensor, normed: Tensor, out: Tensor, dependent: bool = True) -> None:
-    """Queue as many kernels as the rows take; all tensors contiguous bf16. dependent: programmatic dependent launch."""
-    count, step = low.shape[0], ROW_CAPACITIES[-1]
-    for first in range(0, count, step):
-        part = slice(first, min(first + step, count))
-        launch = launch_for(up.plan, row_capacity(part.stop - first), low.device, up.cache_dir, dependent)
-        launch(pack_arguments(up.tape, low[part], normed[part], out[part], up.scales))
+    """Queue the kernel; all tensors contiguous bf16. dependent: programmatic dependent launch."""
+    launch = launch_for(up.plan, up.plan.variant(low.shape[0]), low.device, up.cache_dir, dependent)
+    launch(pack_arguments(up.tape, low, normed, out, up.scales))
 
 
 def pack_arguments(tape: Tensor, low: Tensor, normed: Tensor, out: Tensor, scales: Tensor | None = None) -> bytes:
@@ -288,14 +323,16 @@ def _gates_kernel(logits_ptr, normed_ptr, out_ptr, d, STREAMS: tl.constexpr, BLO
 
 
 @cache
-def launch_for(plan: MixPlan, capacity: int, device: torch.device, cache_dir: Path, dependent: bool = True) -> Launch:
+def launch_for(
+    plan: MixPlan, variant: MixVariant, device: torch.device, cache_dir: Path, dependent: bool = True
+) -> Launch:
     """The compiled kernel, once a process."""
-    cubin = compile_cuda("hc_mix.cu", kernel_macros(plan, capacity), device_arch(device), cache_dir)
-    shared = shared_bytes(plan, capacity)
-    return Launch(cubin, "hc_mix_kernel", device, plan.blocks, WARPS * 32, shared, dependent=dependent)
+    cubin = compile_cuda("hc_mix.cu", kernel_macros(plan, variant), device_arch(device), cache_dir)
+    blocks, shared = variant.turns * plan.blocks, shared_bytes(plan, variant)
+    return Launch(cubin, "hc_mix_kernel", device, blocks, WARPS * 32, shared, dependent=dependent)
 
 
-def kernel_macros(plan: MixPlan, capacity: int) -> dict[str, int]:
+def kernel_macros(plan: MixPlan, variant: MixVariant) -> dict[str, int]:
     """The macros that specialise `hc_mix.cu`."""
     return {
         "D": plan.d,
@@ -304,20 +341,23 @@ def kernel_macros(plan: MixPlan, capacity: int) -> dict[str, int]:
         "COLUMNS": plan.columns,
         "SLICES": plan.slices,
         "FORMAT": plan.stream.coding.number,
-        "X_ROWS": capacity,
+        "X_ROWS": variant.capacity,
+        "STAGED": int(variant.staged),
         # 2 where the next kernel's block fits beside this one: 128 registers a thread and half of the shared memory
-        "PER_SM": 2 if shared_bytes(plan, capacity) <= SHARED_LIMIT_OF_TWO else 1,
+        "PER_SM": 2 if shared_bytes(plan, variant) <= SHARED_LIMIT_OF_TWO else 1,
     }
 
 
-def shared_bytes(plan: MixPlan, capacity: int) -> int:
+def shared_bytes(plan: MixPlan, variant: MixVariant) -> int:
     """Dynamic shared memory of a block, as `hc_mix.cu` lays it out."""
     stream = plan.stream
     widths = -(-stream.rows // 8)
     pitch = (widths + (widths % 2 == 0)) * 8
     scales = plan.streams * plan.columns * 4 if plan.format in ("fp8_channel", "fp8_tensor") else 0
-    weights_and_sums = WARPS * (stream.piece_bytes + capacity * pitch * 4) + 512
-    return -(-(weights_and_sums + scales) // 8) * 8 + WARPS * 8
+    weights, sums = stream.piece_bytes, variant.capacity * pitch * 4
+    of_warps = WARPS * (max(weights, sums) if variant.staged else weights + sums) + 512
+    low = variant.capacity * plan.rank * 2 if variant.staged else 0
+    return -(-(of_warps + low + scales) // 8) * 8 + WARPS * 8
 
 
 def _why_not_streamed(up: PackedWeight, streams: int, device: torch.device) -> str | None:
@@ -326,8 +366,11 @@ def _why_not_streamed(up: PackedWeight, streams: int, device: torch.device) -> s
     if up.format not in FORMATS:
         return f"the kernel reads matrices in {', '.join(FORMATS)}, not {up.format}"
     width, rank = up.shape
-    if streams != 4 or rank % 64:
-        return f"the kernel wants 4 streams and a rank that is a multiple of 64, not {streams} and {rank}"
+    if streams != 4 or rank % 64 or width // streams % 2:
+        return (
+            f"the kernel wants 4 streams of an even width and a rank that is a multiple of 64, not {streams} in "
+            f"{width} and {rank}"
+        )
     missing = missing_for_cuda()
     if missing is not None:
         return missing
@@ -338,8 +381,8 @@ def _why_not_streamed(up: PackedWeight, streams: int, device: torch.device) -> s
         return reason
     properties = torch.cuda.get_device_properties(device)
     plan = plan_mix(width // streams, streams, rank, properties.multi_processor_count, format_name=up.format)
-    wanted = shared_bytes(plan, ROW_CAPACITIES[-1])
-    if wanted > properties.shared_memory_per_multiprocessor - 1024:  # 1 KB of every block is the system's
+    wanted = shared_bytes(plan, MixVariant(True, 16, 1))
+    if wanted > shared_limit(device):
         return f"its kernel wants {wanted} bytes of shared memory, more than {properties.name} has"
     return None
 

@@ -298,6 +298,7 @@ inline u32 add_pair(u32 a, u32 b) { return to_pair(lower(a) + lower(b), upper(a)
 inline float multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
 inline float inverse_root(float x) { return 1.f / std::sqrt(x); }
 inline float sigmoid(float x) { return 1.f / (1.f + std::exp(-x)); }
+inline float short_sigmoid(float x) { return sigmoid(x); }
 inline float from_lane(float value, int lane) {
   Warp& w = *block->warps[threadIdx.x / 32];
   w.lanes[threadIdx.x % 32] = value;
