@@ -165,9 +165,15 @@ def test_down_on_the_host(n: int, k: int, shared_k: int, count: int, tmp_path: P
     # one rounding to bf16, float32 sums of K + topk terms
     bound = exact.abs() * 2**-8 + size * (max(k, shared_k) + topk + 4) * 2.0**-24
     full: Tensor | None = None
-    for rows, cluster, warps, slots, group in ((20, 2, 4, 2, 8), (9, 4, 2, 1, 2), (4, 4, 2, 3, 1), (1, 2, 2, 2, 1)):
+    for rows, cluster, warps, slots, group, sharers in (
+        (20, 2, 4, 2, 8, 2),
+        (20, 2, 3, 1, 3, 1),
+        (9, 4, 2, 1, 2, 1),
+        (4, 4, 2, 3, 1, 2),
+        (1, 2, 2, 2, 1, 1),
+    ):
         plan = plan_down(tiled, shared_k, topk, rows, 4, cluster, warps)
-        plan = replace(plan, rows=32 if rows == 20 else plan.rows, slots=slots, group=group)
+        plan = replace(plan, rows=32 if rows == 20 else plan.rows, slots=slots, group=group, sharers=sharers)
         y = run_down(plan, hidden[:rows], ids[:rows], weights[:rows], tiled, part(shared, slice(rows)), tmp_path)
         assert bool(((y.double() - exact[:rows]).abs() <= bound[:rows]).all())
         full = y if full is None else full

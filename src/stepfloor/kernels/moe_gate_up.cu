@@ -74,9 +74,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) moe_gate_up_kernel
   auto issue = [&](int slot) {
     if (next >= units) return;
     const int entry = next / TILES, tile = next % TILES;
-    const u8* from = a.tape + (((u64)list.expert[entry] * TILES + tile) * WARPS + warp) * PIECE_BYTES;
+    const u8* from = a.tape + (((u64)List::expert_of(list.entries[entry]) * TILES + tile) * WARPS + warp) * PIECE_BYTES;
     const u32 barrier = barriers + 8 * slot, to = ring + slot * SLOT_BYTES;
-    const int live = GATHER ? list.count[entry] : 0, bytes = max(0, min(STEPS * 64, K - column)) * 2;
+    const int live = GATHER ? List::count_of(list.entries[entry]) : 0, bytes = max(0, min(STEPS * 64, K - column)) * 2;
     barrier_expect(barrier, PIECE_BYTES + live * bytes);
     bulk_copy(to, from, PIECE_BYTES, barrier, policy);
     if (GATHER && bytes > 0)
@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) moe_gate_up_kernel
   int slot = 0, parity = 0, duty = 0;
 #pragma unroll 1
   for (int unit = blockIdx.x; unit < units; unit += gridDim.x, duty = (duty + 1) % WARPS) {
-    const int entry = unit / TILES, live = list.count[entry];
+    const int entry = unit / TILES, live = List::count_of(list.entries[entry]);
     float even[4] = {0.f, 0.f, 0.f, 0.f}, odd[4] = {0.f, 0.f, 0.f, 0.f};
     barrier_wait(barriers + 8 * slot, parity);
     const u32 piece = ring + slot * SLOT_BYTES, row = piece + PIECE_BYTES + min(g, live - 1) * ROW_PITCH + t * 16;
@@ -124,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) moe_gate_up_kernel
       continue;
     }
     named_barrier_sync(duty + 1, THREADS);
-    const float scale = SCALE_REST * a.scale[list.expert[entry]];
+    const float scale = SCALE_REST * a.scale[List::expert_of(list.entries[entry])];
     for (int e = lane; e < 8 * live; e += 32) {
       const int channel = e % 8, pair = list.pair[entry * GROUP + e / 8], from = GATHER ? e / 8 : pair / TOPK;
       float gate = 0.f, up = 0.f;

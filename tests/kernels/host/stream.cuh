@@ -272,10 +272,13 @@ inline void load_peer_four(float (&v)[4], u32 address, u32 rank) {
   check_shared(address, 16);
   memcpy(v, (*cluster)[rank]->shared() + address, 16);
 }
-inline void store_peer(u32 address, u32 rank, float value) {
+inline u32 peer_address(u32 address, u32 rank) { return rank << 24 | address; }
+inline void store_remote(u32 remote, float value) {
+  const u32 address = remote & 0xffffff;
   check_shared(address, 4);
-  *(float*)((*cluster)[rank]->shared() + address) = value;
+  *(float*)((*cluster)[remote >> 24]->shared() + address) = value;
 }
+inline void store_peer(u32 address, u32 rank, float value) { store_remote(peer_address(address, rank), value); }
 
 // Runs a kernel, one cluster after the other. Returns the number of faults.
 template <class Kernel> int run_grid(int blocks, int of_cluster, int threads, size_t shared_bytes, Kernel kernel) {

@@ -52,12 +52,15 @@ template <int EXPERT_COUNT, int CHOICES, int MOST_ROWS, int MOST_PAIRS, int BLOC
   static constexpr int RUN = (EXPERT_COUNT + BLOCK_THREADS - 1) / BLOCK_THREADS;
   static constexpr int HELD = (PAIRS + BLOCK_THREADS - 1) / BLOCK_THREADS;
   u32 rows_of[EXPERT_COUNT * WORDS];  // bit: row
-  u32 totals[32];
-  u16 first[EXPERT_COUNT];     // entry of an expert's first pairs
-  u16 chosen[PAIRS];      // expert of a pair
-  u16 expert[PAIRS];      // of an entry
-  u16 count[PAIRS];       // pairs of an entry
+  u32 totals[31];
+  u32 number;                    // of entries
+  u32 entries[PAIRS];            // expert, and pairs in the upper half
+  u16 first[EXPERT_COUNT];       // entry of an expert's first pairs
+  u16 chosen[PAIRS];             // expert of a pair
   u16 pair[PAIRS * MOST_PAIRS];  // of an entry
+
+  static DEVICE int expert_of(u32 entry) { return entry & 0xffff; }
+  static DEVICE int count_of(u32 entry) { return entry >> 16; }
 
   // Before the first ids are read; build() synchronises.
   DEVICE void clear() {
@@ -79,8 +82,8 @@ template <int EXPERT_COUNT, int CHOICES, int MOST_ROWS, int MOST_PAIRS, int BLOC
       const int j = threadIdx.x;
       if (j < CHOICES) {
         const u32 id = (u32)load_global_u64(ids + j);
-        chosen[j] = expert[j] = id < EXPERT_COUNT ? id : EXPERT_COUNT - 1;
-        count[j] = 1;
+        chosen[j] = id < EXPERT_COUNT ? id : EXPERT_COUNT - 1;
+        entries[j] = chosen[j] | 1 << 16;
         pair[j * MOST_PAIRS] = j;
       }
       __syncthreads();
@@ -102,13 +105,13 @@ template <int EXPERT_COUNT, int CHOICES, int MOST_ROWS, int MOST_PAIRS, int BLOC
       atomicOr(&rows_of[mine[i] * WORDS + row / 32], 1u << (row % 32));
     }
     __syncthreads();
-    int entries = 0;
+    int needed = 0;
 #pragma unroll
     for (int i = 0; i < RUN; i++) {
       const int e = threadIdx.x * RUN + i;
-      if (e < EXPERT_COUNT) entries += (routed(e) + MOST_PAIRS - 1) / MOST_PAIRS;
+      if (e < EXPERT_COUNT) needed += (routed(e) + MOST_PAIRS - 1) / MOST_PAIRS;
     }
-    int sum = entries;
+    int sum = needed;
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
       const int other = __shfl_up_sync(~0u, sum, distance);
@@ -116,7 +119,7 @@ template <int EXPERT_COUNT, int CHOICES, int MOST_ROWS, int MOST_PAIRS, int BLOC
     }
     if (lane == 31) totals[warp] = sum;
     __syncthreads();
-    int at = sum - entries, all = 0;
+    int at = sum - needed, all = 0;
 #pragma unroll
     for (int i = 0; i < BLOCK_THREADS / 32; i++) {
       if (i < warp) at += totals[i];
@@ -127,10 +130,7 @@ template <int EXPERT_COUNT, int CHOICES, int MOST_ROWS, int MOST_PAIRS, int BLOC
       const int e = threadIdx.x * RUN + i;
       if (e >= EXPERT_COUNT) break;
       first[e] = at;
-      for (int left = routed(e); left > 0; left -= MOST_PAIRS, at++) {
-        expert[at] = e;
-        count[at] = min(left, MOST_PAIRS);
-      }
+      for (int left = routed(e); left > 0; left -= MOST_PAIRS, at++) entries[at] = e | min(left, MOST_PAIRS) << 16;
     }
     __syncthreads();
 #pragma unroll

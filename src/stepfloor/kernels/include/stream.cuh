@@ -263,9 +263,13 @@ DEVICE void load_peer_four(float (&v)[4], u32 address, u32 rank) {
                : "memory");
 }
 
-// Where load_peer would read. The other block must have started, and must not end before a cluster_sync.
-DEVICE void store_peer(u32 address, u32 rank, float value) {
+// The same in two steps, for several stores to one block.
+DEVICE u32 peer_address(u32 address, u32 rank) {
   u32 remote;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(value) : "memory");
+  return remote;
 }
+DEVICE void store_remote(u32 remote, float value) { asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(value) : "memory"); }
+
+// Where load_peer would read. The other block must have started, and must not end before a cluster_sync.
+DEVICE void store_peer(u32 address, u32 rank, float value) { store_remote(peer_address(address, rank), value); }
