@@ -92,6 +92,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) moe_down_kernel(co
   }
   list.clear();
   const int entries = list.build(a.ids, a.rows);
+  __syncthreads();
 
   // lane 0 asks for the pieces of a unit and for the rows it meets
   const int column = half * STEPS * 64, row_bytes = max(0, min(HALVES * STEPS * 64, K - column)) * 2;

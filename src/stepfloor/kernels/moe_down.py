@@ -590,7 +590,7 @@ def plan_down(
     blocks = multiprocessors * (2 if cluster == 8 else 1)
     tiles = next(d for d in range(-(-total // max(1, blocks // cluster)), total + 1) if total % d == 0)
     slots, sharers = (2, 2) if capacity == 1 else (1, 1)
-    group = min(capacity, 4) if capacity <= 8 else 2 if capacity <= 16 else 3
+    group = min(capacity, 2) if capacity <= 16 else 3
     return DownPlan(n, k, shared_k, down.tape.shape[0], topk, capacity, cluster, tiles, warps, slots, group, sharers)
 
 

@@ -43,6 +43,13 @@ DEVICE void barrier_expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+// More bytes of the current phase, without an arrival.
+DEVICE void barrier_expect_more(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+DEVICE void barrier_arrive(u32 barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
+
 DEVICE void barrier_wait(u32 barrier, u32 parity) {
   asm volatile(
       "{\n"
@@ -119,6 +126,7 @@ DEVICE Pair load_shared_pair(u32 address) {
 // Of all 32 lanes.
 DEVICE u32 warp_max(u32 v) { return __reduce_max_sync(~0u, v); }
 DEVICE u32 warp_min(u32 v) { return __reduce_min_sync(~0u, v); }
+DEVICE u32 warp_add(u32 v) { return __reduce_add_sync(~0u, v); }
 
 DEVICE u32 load_shared_byte(u32 address) {
   u32 v;
@@ -227,6 +235,10 @@ DEVICE float warp_sum(float value) {
   return value;
 }
 DEVICE float from_lane(float value, int lane) { return __shfl_sync(~0u, value, lane); }
+DEVICE u32 from_lane(u32 value, int lane) { return __shfl_sync(~0u, value, lane); }
+
+// The same value, which the compiler then keeps in its register: others it computes again at every use to save one.
+DEVICE u32 kept(u32 value) { return from_lane(value, threadIdx.x % 32); }
 
 // ------------------------------------------------------------------ cluster
 
