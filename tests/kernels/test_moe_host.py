@@ -127,7 +127,7 @@ def test_gate_up_on_the_host(k: int, channels: int, count: int, tmp_path: Path) 
     off, up_off = (size * k * 2.0**-24).chunk(2, -1)
     bound = exact.abs() * 2**-8 + 1.1 * off * (up.abs() + up_off) + torch.nn.functional.silu(gate).abs() * up_off + 1e-6
     full: Tensor | None = None
-    for rows, slots, group in ((20, 1, 8), (20, 2, 3), (9, 2, 2), (4, 3, 8), (1, 2, 8)):
+    for rows, slots, group in ((20, 1, 8), (20, 2, 3), (9, 2, 2), (4, 5, 8), (3, 2, 1), (1, 2, 8)):
         plan = plan_gate_up(tiled, topk, rows)
         plan = replace(plan, rows=32 if rows == 20 else plan.rows, slots=slots, group=group)
         y = run_gate_up(plan, x[:rows], ids[:rows], tiled, tmp_path)
@@ -165,9 +165,15 @@ def test_down_on_the_host(n: int, k: int, shared_k: int, count: int, tmp_path: P
     # one rounding to bf16, float32 sums of K + topk terms
     bound = exact.abs() * 2**-8 + size * (max(k, shared_k) + topk + 4) * 2.0**-24
     full: Tensor | None = None
-    for rows, cluster, warps, slots, group in ((20, 2, 4, 2, 8), (9, 4, 2, 1, 2), (4, 4, 2, 3, 1), (1, 2, 2, 2, 1)):
+    for rows, cluster, warps, slots, group, sharers in (
+        (20, 2, 4, 2, 8, 2),
+        (20, 2, 3, 1, 3, 1),
+        (9, 4, 2, 1, 2, 1),
+        (4, 4, 2, 3, 1, 2),
+        (1, 2, 2, 2, 1, 1),
+    ):
         plan = plan_down(tiled, shared_k, topk, rows, 4, cluster, warps)
-        plan = replace(plan, rows=32 if rows == 20 else plan.rows, slots=slots, group=group)
+        plan = replace(plan, rows=32 if rows == 20 else plan.rows, slots=slots, group=group, sharers=sharers)
         y = run_down(plan, hidden[:rows], ids[:rows], weights[:rows], tiled, part(shared, slice(rows)), tmp_path)
         assert bool(((y.double() - exact[:rows]).abs() <= bound[:rows]).all())
         full = y if full is None else full

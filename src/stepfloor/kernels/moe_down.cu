@@ -1,8 +1,9 @@
 // y = sum over a row's choices of w (h D_e^T) + shared gate * (shared hidden D_s^T), NVFP4 experts, bf16 shared expert.
 // Source: moe_down.py, which states the plan that the macros below repeat; include/experts.cuh for the format.
 //
-// A cluster owns TILES of 16 output rows. Its warps take (entry of the expert list, tile) in turn, a pair of warps one
-// half of the columns each, with no barrier in between: a piece of weights and the rows of h it meets arrive in one slot.
+// A cluster owns TILES of 16 output rows. Its warps take (entry of the expert list, tile) in turn, with no barrier in
+// between, each warp both halves of the columns or a pair of warps one half each: a piece of weights and the rows of h it
+// meets arrive in one slot.
 // What a pair (row, choice) gets from each half is kept apart until the end, so that a value's sum is the same for any
 // number of rows and experts: the lower and the upper half of each 8 columns in step order, their sum, the two halves,
 // the choices in order, the shared expert's 64-column steps in order, in float32 and rounded once.
@@ -16,6 +17,7 @@
 // N, K            output rows; columns. SHARED_K  columns of the shared expert, 0 without one
 // EXPERTS, TOPK   experts; choices of a row
 // STEPS           64-column steps of half of the columns
+// SHARERS         warps that share a tile: 1, or 2 with half of the columns each
 // CLUSTER, TILES  blocks that share tiles; tiles of a cluster
 // WARPS, SLOTS    warps of a block; pieces of a warp in shared memory
 // ROWS, GROUP     most rows; most pairs of an entry of the list
@@ -23,19 +25,35 @@
 // PER_SM          blocks of a multiprocessor
 
 constexpr int THREADS = WARPS * 32;
-constexpr int PIECE_BYTES = STEPS * 576;
-constexpr int ROW_PITCH = STEPS * 128 + 64;
+constexpr int HALVES = 2 / SHARERS;  // of a warp
+constexpr int HALF_BYTES = STEPS * 576;
+constexpr int PIECE_BYTES = HALVES * HALF_BYTES;
+constexpr int ROW_PITCH = HALVES * STEPS * 128 + 64;  // 4 modulo 8 units of 16 bytes: no bank conflict
 constexpr int SLOT_BYTES = PIECE_BYTES + GROUP * ROW_PITCH;
 constexpr int PAIRS = ROWS * TOPK;
 constexpr int SHARED_STEPS = (SHARED_K + 63) / 64;
-constexpr int LINES = 2 * PAIRS + SHARED_STEPS * ROWS;  // of 16 sums
+constexpr int SHARED_LINE = SHARERS * PAIRS;
+constexpr int LINES = SHARED_LINE + SHARED_STEPS * ROWS;  // of 16 sums
 constexpr int OWNED = (TILES + CLUSTER - 1) / CLUSTER;  // tiles that one block adds up
-constexpr int TEAMS = CLUSTER * WARPS / 2;
+constexpr int TEAMS = CLUSTER * WARPS / SHARERS;
 constexpr bool PADDED = 2 * STEPS * 64 > K;
-static_assert(2 * STEPS * 64 >= K && K % 16 == 0 && N % (16 * TILES) == 0 && SHARED_K % 16 == 0 && WARPS % 2 == 0 && GROUP <= 8, "plan");
+static_assert(2 * STEPS * 64 >= K && K % 16 == 0 && N % (16 * TILES) == 0 && SHARED_K % 16 == 0 && WARPS % SHARERS == 0 && GROUP <= 8, "plan");
 
 using List = ExpertList<EXPERTS, TOPK, ROWS, GROUP, THREADS>;
 static_assert(sizeof(List) <= LIST_BYTES && LIST_BYTES - sizeof(List) < 16, "plan");
+
+// A tile of an entry of the list; those of a warp, or of a pair of warps, are TEAMS apart.
+struct Unit {
+  int entry, tile;
+  DEVICE void advance() {
+    entry += TEAMS / TILES;
+    tile += TEAMS % TILES;
+    if (tile >= TILES) {
+      tile -= TILES;
+      entry++;
+    }
+  }
+};
 
 struct Arguments {
   const u8* tape;
@@ -58,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) moe_down_kernel(co
   extern __shared__ __align__(128) u8 shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int rank = blockIdx.x % CLUSTER, first_tile = blockIdx.x / CLUSTER * TILES;
-  const int worker = rank * WARPS + warp, team = worker / 2, half = worker % 2;
+  const int worker = rank * WARPS + warp, team = worker / SHARERS, half = worker % SHARERS;
   float* sums = (float*)(shared + WARPS * SLOTS * SLOT_BYTES);
   float* factor = sums + (SPILL ? 0 : OWNED * LINES * 16);
   List& list = *(List*)(factor + (PAIRS + 3) / 4 * 4);
@@ -73,24 +91,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) moe_down_kernel(co
     barrier_init_done();
   }
   list.clear();
-  const int units = list.build(a.ids, a.rows) * TILES;
+  const int entries = list.build(a.ids, a.rows);
+  __syncthreads();
 
-  const int column = half * STEPS * 64, row_bytes = max(0, min(STEPS * 64, K - column)) * 2;
-  auto issue_weights = [&](int unit, int slot) {
-    const int entry = unit / TILES, tile = first_tile + unit % TILES;
-    const u8* from = a.tape + (((u64)list.expert[entry] * (N / 16) + tile) * 2 + half) * PIECE_BYTES;
-    barrier_expect(barriers + 8 * slot, PIECE_BYTES + list.count[entry] * row_bytes);
-    bulk_copy(ring + slot * SLOT_BYTES, from, PIECE_BYTES, barriers + 8 * slot, policy);
+  // lane 0 asks for the pieces of a unit and for the rows it meets
+  const int column = half * STEPS * 64, row_bytes = max(0, min(HALVES * STEPS * 64, K - column)) * 2;
+  auto issue_weights = [&](const Unit& unit, int slot) {
+    const u32 entry = list.entries[unit.entry], barrier = barriers + 8 * slot;
+    const u32 tile = (List::expert_of(entry) * (N / 16) + first_tile + unit.tile) * SHARERS + half;
+    barrier_expect(barrier, PIECE_BYTES + List::count_of(entry) * row_bytes);
+    bulk_copy(ring + slot * SLOT_BYTES, a.tape + (u64)tile * PIECE_BYTES, PIECE_BYTES, barrier, policy);
   };
-  auto issue_rows = [&](int unit, int slot) {
-    const int entry = unit / TILES;
-    if (row_bytes > 0)
-      for (int i = 0; i < list.count[entry]; i++)
-        bulk_copy_kept(ring + slot * SLOT_BYTES + PIECE_BYTES + i * ROW_PITCH, a.hidden + (u64)list.pair[entry * GROUP + i] * K + column,
-                       row_bytes, barriers + 8 * slot);
+  auto issue_rows = [&](const Unit& unit, int slot) {
+    if (row_bytes == 0) return;
+    const u16* pair = list.pair + unit.entry * GROUP;
+    u32 to = ring + slot * SLOT_BYTES + PIECE_BYTES;
+#pragma unroll 1
+    for (int left = List::count_of(list.entries[unit.entry]); left > 0; left--, to += ROW_PITCH)
+      bulk_copy_kept(to, a.hidden + (u64)*pair++ * K + column, row_bytes, barriers + 8 * slot);
   };
-  if (lane == 0)
-    for (int i = 0; i < SLOTS && team + i * TEAMS < units; i++) issue_weights(team + i * TEAMS, i);
+  Unit asked = {team / TILES, team % TILES};
+  for (int i = 0; i < SLOTS; i++, asked.advance())
+    if (lane == 0 && asked.entry < entries) issue_weights(asked, i);
   __syncwarp();
   launch_dependents();
 
@@ -98,11 +120,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) moe_down_kernel(co
     factor[p] = from_bf16(load_half(a.weights + p)) * (SCALE_REST * a.scale[list.chosen[p]]);
   cluster_sync();  // the other blocks have started
   if (SPILL) wait_for_predecessor();  // which may still use that memory
-  auto put = [&](int tile, int line, int row, float value) {
-    if (SPILL)
-      a.spilled[(u64)line * N + (first_tile + tile) * 16 + row] = value;
-    else
-      store_peer(shared_address(sums + (tile / CLUSTER * LINES + line) * 16 + row), tile % CLUSTER, value);
+  // where a tile's sums are added up: line 0, this lane's first row
+  auto place = [&](int tile) {
+    return SPILL ? (u64)(a.spilled + (first_tile + tile) * 16 + g)
+                 : (u64)peer_address(shared_address(sums + tile / CLUSTER * LINES * 16 + g), tile % CLUSTER);
+  };
+  auto put = [&](u64 at, int line, float value, float below) {
+    if (SPILL) {
+      float* to = (float*)at + (u64)line * N;
+      to[0] = value;
+      to[8] = below;
+    } else {
+      store_remote((u32)at + line * 64, value);
+      store_remote((u32)at + line * 64 + 32, below);
+    }
   };
   if constexpr (SHARED_K > 0) {
 #pragma unroll 1
@@ -124,46 +155,57 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) moe_down_kernel(co
         for (int i = 0; i < 2; i++) {
           const int m = first + 2 * t + i;
           if (m >= a.rows) continue;
-          put(tile, 2 * PAIRS + step * ROWS + m, g, even[i] + odd[i]);
-          put(tile, 2 * PAIRS + step * ROWS + m, g + 8, even[2 + i] + odd[2 + i]);
+          put(place(tile), SHARED_LINE + step * ROWS + m, even[i] + odd[i], even[2 + i] + odd[2 + i]);
         }
       }
     }
   }
   wait_for_predecessor();
-  if (lane == 0)
-    for (int i = 0; i < SLOTS && team + i * TEAMS < units; i++) issue_rows(team + i * TEAMS, i);
+  Unit unit = {team / TILES, team % TILES};
+  if (lane == 0) {
+    Unit first = unit;
+    for (int i = 0; i < SLOTS && first.entry < entries; i++, first.advance()) issue_rows(first, i);
+  }
   __syncwarp();
 
+  // columns that no pair fills hold what was there before: they spoil sums that nobody stores
+  const u32 row_at = ring + PIECE_BYTES + min(g, GROUP - 1) * ROW_PITCH + t * 16;
   int slot = 0, parity = 0;
 #pragma unroll 1
-  for (int unit = team; unit < units; unit += TEAMS) {
-    const int entry = unit / TILES, live = list.count[entry];
-    float even[4] = {0.f, 0.f, 0.f, 0.f}, odd[4] = {0.f, 0.f, 0.f, 0.f};
-    barrier_wait(barriers + 8 * slot, parity);
-    const u32 piece = ring + slot * SLOT_BYTES, row = piece + PIECE_BYTES + min(g, live - 1) * ROW_PITCH + t * 16;
+  for (; unit.entry < entries; unit.advance(), asked.advance()) {
+    const int live = List::count_of(list.entries[unit.entry]);
+    float even[HALVES][4], odd[HALVES][4];
 #pragma unroll
-    for (int i = 0; i < STEPS; i++) {
-      const Words codes = load_shared(piece + i * 512 + lane * 16);
-      const u32 scales = load_shared_word(piece + STEPS * 512 + i * 64 + lane / 2 * 4);
-      expert_step(even, odd, codes, scales, load_shared(row + i * 128), load_shared(row + i * 128 + 64));
-    }
+    for (int h = 0; h < HALVES; h++)
+      for (int i = 0; i < 4; i++) even[h][i] = odd[h][i] = 0.f;
+    barrier_wait(barriers + 8 * slot, parity);
+    const u32 codes_at = ring + slot * SLOT_BYTES + lane * 16, scales_at = ring + slot * SLOT_BYTES + STEPS * 512 + lane / 2 * 4;
+    const u32 row = row_at + slot * SLOT_BYTES;
+#pragma unroll
+    for (int i = 0; i < STEPS; i++)
+#pragma unroll
+      for (int h = 0; h < HALVES; h++) {
+        const Words codes = load_shared(codes_at + h * HALF_BYTES + i * 512);
+        const u32 scales = load_shared_word(scales_at + h * HALF_BYTES + i * 64), x = row + (h * STEPS + i) * 128;
+        expert_step(even[h], odd[h], codes, scales, load_shared(x), load_shared(x + 64));
+      }
     __syncwarp();
-    if (lane == 0 && unit + SLOTS * TEAMS < units) {
-      issue_weights(unit + SLOTS * TEAMS, slot);
-      issue_rows(unit + SLOTS * TEAMS, slot);
+    if (lane == 0 && asked.entry < entries) {
+      issue_weights(asked, slot);
+      issue_rows(asked, slot);
     }
     if (++slot == SLOTS) {
       slot = 0;
       parity ^= 1;
     }
+    const u64 at = place(unit.tile);
+    auto sum = [&](int i) {
+      const float lower = even[0][i] + odd[0][i];
+      return HALVES == 1 ? lower : lower + (even[HALVES - 1][i] + odd[HALVES - 1][i]);
+    };
 #pragma unroll
     for (int i = 0; i < 2; i++)
-      if (2 * t + i < live) {
-        const int line = half * PAIRS + list.pair[entry * GROUP + 2 * t + i];
-        put(unit % TILES, line, g, even[i] + odd[i]);
-        put(unit % TILES, line, g + 8, even[2 + i] + odd[2 + i]);
-      }
+      if (2 * t + i < live) put(at, half * PAIRS + list.pair[unit.entry * GROUP + 2 * t + i], sum(i), sum(2 + i));
   }
   cluster_sync();
 
@@ -174,13 +216,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) moe_down_kernel(co
     auto get = [&](int line) {
       return SPILL ? load_global_float(a.spilled + (u64)line * N + n) : sums[(owned * LINES + line) * 16 + row];
     };
+    auto pair_sum = [&](int pair) { return SHARERS == 1 ? get(pair) : get(pair) + get(PAIRS + pair); };
     float value = 0.f;
 #pragma unroll
-    for (int j = 0; j < TOPK; j++) value = fmaf(factor[m * TOPK + j], get(m * TOPK + j) + get(PAIRS + m * TOPK + j), value);
+    for (int j = 0; j < TOPK; j++) value = fmaf(factor[m * TOPK + j], pair_sum(m * TOPK + j), value);
     if constexpr (SHARED_K > 0) {
       float sum = 0.f;
 #pragma unroll
-      for (int step = 0; step < SHARED_STEPS; step++) sum += get(2 * PAIRS + step * ROWS + m);
+      for (int step = 0; step < SHARED_STEPS; step++) sum += get(SHARED_LINE + step * ROWS + m);
       value = fmaf(from_bf16(load_half(a.shared_gate + m)), sum, value);
     }
     a.out[m * a.out_stride + n] = to_bf16(value);

@@ -81,7 +81,8 @@ STREAMED_ROWS = 4 * MAX_ROWS  # as for moe_gate_up: beyond, tiled experts are de
 class DownPlan:
     """What `moe_down.cu` is specialised for; see its macros. All plans of a weight give a row the same bits.
 
-    group  most pairs of an entry of the list; their rows have a place beside every piece of weights
+    group    most pairs of an entry of the list; their rows have a place beside every piece of weights
+    sharers  warps that share a tile: 1, or 2 with a slice of the columns each
     """
 
     n: int
@@ -95,6 +96,7 @@ class DownPlan:
     warps: int
     slots: int
     group: int
+    sharers: int = 1
 
     @property
     def steps(self) -> int:
@@ -114,12 +116,13 @@ class DownPlan:
     @property
     def lines(self) -> int:
         """Sums kept apart for an output value."""
-        return SLICES * self.rows * self.topk + -(-self.shared_k // 64) * self.rows
+        return self.sharers * self.rows * self.topk + -(-self.shared_k // 64) * self.rows
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block, as the kernel lays it out."""
-        slot = self.steps * STEP_BYTES + self.group * (self.steps * 128 + 64) + 8
+        steps = self.steps * SLICES // self.sharers
+        slot = steps * STEP_BYTES + self.group * (steps * 128 + 64) + 8
         sums = 0 if self.spill else -(-self.tiles // self.cluster) * self.lines * 64
         factors = -(-self.rows * self.topk // 4) * 16
         experts = list_bytes(self.experts, self.topk, self.rows, self.group)
@@ -140,6 +143,7 @@ class DownPlan:
             "EXPERTS": self.experts,
             "TOPK": self.topk,
             "STEPS": self.steps,
+            "SHARERS": self.sharers,
             "CLUSTER": self.cluster,
             "TILES": self.tiles,
             "WARPS": self.warps,
@@ -575,18 +579,19 @@ def plan_down(
 ) -> DownPlan:
     """The kernel for this many rows: one wave of clusters, every cluster with the same tiles.
 
-    Clusters of 8 blocks, two blocks a multiprocessor, one piece a warp on the way: 19.1 us at 4 rows and 39 experts on
-    an H200. A second piece pays where the slots are small: at one row, and in the kernel that keeps its sums in global
-    memory. Short entries of the list (see plan_gate_up) give 57.7 us at 16 rows for 65.6.
+    Clusters of 8 blocks, two blocks a multiprocessor, one piece a warp on the way. A warp takes both slices of a tile,
+    which halves its copies, list lookups and sums; not so at one row, where there are more warps than tiles, and a
+    second piece fits. Short entries of the list (see plan_gate_up) gave 57.7 us at 16 rows on an H200 for 65.6, still
+    with half of a tile a warp.
     """
     n, k = down.shape
     capacity = capacity_for(rows)
     total = n // 16
     blocks = multiprocessors * (2 if cluster == 8 else 1)
     tiles = next(d for d in range(-(-total // max(1, blocks // cluster)), total + 1) if total % d == 0)
-    slots = 2 if capacity == 1 or capacity > 16 else 1
-    group = capacity if capacity <= 8 else 2 if capacity <= 16 else 3
-    return DownPlan(n, k, shared_k, down.tape.shape[0], topk, capacity, cluster, tiles, warps, slots, group)
+    slots, sharers = (2, 2) if capacity == 1 else (1, 1)
+    group = min(capacity, 2) if capacity <= 16 else 3
+    return DownPlan(n, k, shared_k, down.tape.shape[0], topk, capacity, cluster, tiles, warps, slots, group, sharers)
 
 
 def down_rows(

@@ -5,6 +5,9 @@
 // sum. Eight warps share the columns of a tile; the sum of a value is the same for any number of rows and experts:
 // inside a warp's columns the lower and the upper half of each 8 in step order, their sum, then the warps in order.
 // Columns of the 8-wide operand are rows of x: all of them, held in registers, or (GATHER) those that chose the expert.
+//
+// A ninth warp asks for everything: a tile is one copy, and so is a row of x. The eight wait for the tile, multiply, and
+// hand over their sums; the kernel is bound by their instructions.
 
 #include "stream.cuh"
 #include "experts.cuh"
@@ -14,21 +17,24 @@
 // STEPS           64-column steps of a warp
 // ROWS, GROUP     most rows; most pairs of an entry of the list
 // GATHER          whether rows of x are copied beside the weights
-// SLOTS           pieces of a warp in shared memory
-// PER_SM          blocks of a multiprocessor
+// SLOTS           tiles of a block in shared memory
+// PER_SM          blocks of a multiprocessor; BESIDE  threads of another kernel's blocks for which they leave registers
 
 constexpr int WARPS = 8;
-constexpr int THREADS = WARPS * 32;
+constexpr int WORKERS = WARPS * 32;
+constexpr int THREADS = WORKERS + 32;
 constexpr int TILES = CHANNELS / 8;
 constexpr int PIECE_BYTES = STEPS * 576;
+constexpr int TILE_BYTES = WARPS * PIECE_BYTES;
 constexpr int COLUMNS = GATHER ? GROUP : ROWS;
-constexpr int ROW_PITCH = STEPS * 128 + 64;  // 4 modulo 8 units of 16 bytes: no bank conflict
-constexpr int SLOT_BYTES = PIECE_BYTES + (GATHER ? GROUP * ROW_PITCH : 0);
-constexpr int SUMS = 16 * (COLUMNS + 1);  // floats of a warp
+constexpr int ROW_PITCH = WARPS * STEPS * 128 + 64;  // 4 modulo 8 units of 16 bytes: no bank conflict
+constexpr int SLOT_BYTES = TILE_BYTES + (GATHER ? GROUP * ROW_PITCH : 0);
+constexpr int PITCH = COLUMNS == 1 ? 1 : (COLUMNS + 1) / 2 * 2;
+constexpr int SUMS = 16 * PITCH;  // floats of a warp
 constexpr bool PADDED = WARPS * STEPS * 64 > K;
 static_assert(WARPS * STEPS * 64 >= K && K % 16 == 0 && CHANNELS % 8 == 0 && GROUP <= 8 && (GATHER || ROWS <= 8), "plan");
 
-using List = ExpertList<EXPERTS, TOPK, ROWS, GROUP, THREADS>;
+using List = ExpertList<EXPERTS, TOPK, ROWS, GROUP, WORKERS>;
 static_assert(sizeof(List) <= LIST_BYTES && LIST_BYTES - sizeof(List) < 16, "plan");
 
 struct Arguments {
@@ -41,103 +47,153 @@ struct Arguments {
   int rows;
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) moe_gate_up_kernel(const __grid_constant__ Arguments a) {
+// Of one value, the warps in order.
+DEVICE float sum_of_warps(const float* part) {
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < WARPS; i++) sum += part[i * SUMS];
+  return sum;
+}
+
+// The ninth warp: tiles of the block into the ring, in turn.
+DEVICE void ask(const Arguments& a, const List& list, u32 ring, u32 full, u32 empty) {
+  const bool first_lane = threadIdx.x % 32 == 0;
+  const u64 policy = evict_first_policy();
+  auto copy_tile = [&](u32 expert, int tile, int slot) {
+    bulk_copy(ring + slot * SLOT_BYTES, a.tape + (u64)(expert * TILES + tile) * TILE_BYTES, TILE_BYTES, full + 8 * slot, policy);
+  };
+  // What the ring holds at first needs no list: it is on its way while the others make one.
+  FirstEntries<EXPERTS, TOPK, ROWS, GROUP> entries;
+  entries.start(a.ids, a.rows);
+  int asked = 0;
+#pragma unroll 1
+  for (; asked < SLOTS; asked++) {
+    const int unit = blockIdx.x + asked * gridDim.x;
+    const u32 expert = entries.find(unit / TILES);
+    if (expert == ~0u) break;
+    if (first_lane) {
+      barrier_expect_more(full + 8 * asked, TILE_BYTES);
+      copy_tile(expert, unit % TILES, asked);
+    }
+  }
+  __syncthreads();
+  if (!first_lane) return;
+  const int units = list.number * TILES;
+  int slot = 0, parity = 1;
+#pragma unroll 1
+  for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
+    const int number = unit / TILES;
+    const u32 entry = list.entries[number], barrier = full + 8 * slot;
+    barrier_wait(empty + 8 * slot, parity);
+    const int rows = GATHER ? List::count_of(entry) : 0;
+    barrier_expect(barrier, (asked > 0 ? 0 : TILE_BYTES) + rows * K * 2);
+    if (asked-- <= 0) copy_tile(List::expert_of(entry), unit % TILES, slot);
+    if (GATHER) {
+      const u16* pair = list.pair + number * GROUP;
+#pragma unroll 1
+      for (u32 to = ring + slot * SLOT_BYTES + TILE_BYTES, end = to + rows * ROW_PITCH; to < end; to += ROW_PITCH)
+        bulk_copy_kept(to, a.x + *pair++ / TOPK * a.x_stride, K * 2, barrier);
+    }
+    if (++slot == SLOTS) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS + BESIDE / PER_SM, PER_SM) moe_gate_up_kernel(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(128) u8 shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  float* sums = (float*)(shared + WARPS * SLOTS * SLOT_BYTES);
+  float* sums = (float*)(shared + SLOTS * SLOT_BYTES);
   List& list = *(List*)(sums + WARPS * WARPS * SUMS);
-  const u32 ring = shared_address(shared) + warp * SLOTS * SLOT_BYTES;
-  const u32 barriers = shared_address((u8*)&list + LIST_BYTES) + warp * SLOTS * 8;
-  const u64 policy = evict_first_policy();
-  if (GATHER && PADDED)  // columns that no copy fills
-    for (int i = lane; i < SLOTS * SLOT_BYTES / 4; i += 32) ((u32*)(shared + warp * SLOTS * SLOT_BYTES))[i] = 0;
-  __syncwarp();
-  if (lane == 0) {
-    for (int i = 0; i < SLOTS; i++) barrier_init(barriers + 8 * i, 1);
-    barrier_init_done();
+  const u32 ring = shared_address(shared), full = shared_address((u8*)&list + LIST_BYTES), empty = full + 8 * SLOTS;
+  if (warp == WARPS) {
+    if (lane == 0) {
+      for (int i = 0; i < SLOTS; i++) {
+        barrier_init(full + 8 * i, 1);
+        barrier_init(empty + 8 * i, WARPS);
+      }
+      barrier_init_done();
+    }
+    __syncwarp();
+    wait_for_predecessor();
+    launch_dependents();
+    ask(a, list, ring, full, empty);
+    return;
+  }
+
+  if (GATHER && PADDED) {  // columns that no copy fills
+    constexpr int PAD = (WARPS * STEPS * 64 - K) / 8;
+    for (int i = threadIdx.x; i < SLOTS * GROUP * PAD; i += WORKERS)
+      store_shared(ring + i / (GROUP * PAD) * SLOT_BYTES + TILE_BYTES + i / PAD % GROUP * ROW_PITCH + K * 2 + i % PAD * 16, {0, 0, 0, 0});
   }
   list.clear();
   wait_for_predecessor();
   launch_dependents();  // not before: the next kernel reads what the kernels before this one wrote, without waiting
 
-  const int column = warp * STEPS * 64;
   Words x[GATHER ? 1 : 2 * STEPS];
   if constexpr (!GATHER) {
     // rows past the last one repeat it: they spoil sums that nobody stores
     const u16* row = a.x + min(g, a.rows - 1) * a.x_stride;
 #pragma unroll
-    for (int i = 0; i < 2 * STEPS; i++) x[i] = load_columns<PADDED ? K : 1 << 30>(row, column + i * 32 + t * 8);
+    for (int i = 0; i < 2 * STEPS; i++) x[i] = load_columns<PADDED ? K : 1 << 30>(row, warp * STEPS * 64 + i * 32 + t * 8);
   }
   const int units = list.build(a.ids, a.rows) * TILES;
+  __syncthreads();
 
-  int next = blockIdx.x;
-  auto issue = [&](int slot) {
-    if (next >= units) return;
-    const int entry = next / TILES, tile = next % TILES;
-    const u8* from = a.tape + (((u64)list.expert[entry] * TILES + tile) * WARPS + warp) * PIECE_BYTES;
-    const u32 barrier = barriers + 8 * slot, to = ring + slot * SLOT_BYTES;
-    const int live = GATHER ? list.count[entry] : 0, bytes = max(0, min(STEPS * 64, K - column)) * 2;
-    barrier_expect(barrier, PIECE_BYTES + live * bytes);
-    bulk_copy(to, from, PIECE_BYTES, barrier, policy);
-    if (GATHER && bytes > 0)
-      for (int i = 0; i < live; i++)
-        bulk_copy_kept(to + PIECE_BYTES + i * ROW_PITCH, a.x + list.pair[entry * GROUP + i] / TOPK * a.x_stride + column, bytes, barrier);
-    next += gridDim.x;
-  };
-  if (lane == 0)
-    for (int i = 0; i < SLOTS; i++) issue(i);
-  __syncwarp();
-
+  // columns that no pair fills hold what was there before: they, too, spoil what nobody stores
+  const u32 codes_at = kept(ring + warp * PIECE_BYTES + lane * 16);
+  const u32 scales_at = kept(ring + warp * PIECE_BYTES + STEPS * 512 + lane / 2 * 4);
+  const u32 row_at = kept(ring + TILE_BYTES + min(g, GROUP - 1) * ROW_PITCH + warp * STEPS * 128 + t * 16);
+  const u32 mine = kept(warp * SUMS + g * PITCH + 2 * t);
   int slot = 0, parity = 0, duty = 0;
 #pragma unroll 1
-  for (int unit = blockIdx.x; unit < units; unit += gridDim.x, duty = (duty + 1) % WARPS) {
-    const int entry = unit / TILES, live = list.count[entry];
+  for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
+    float scale = 0.f;
+    if (warp == duty) scale = SCALE_REST * a.scale[List::expert_of(list.entries[unit / TILES])];
     float even[4] = {0.f, 0.f, 0.f, 0.f}, odd[4] = {0.f, 0.f, 0.f, 0.f};
-    barrier_wait(barriers + 8 * slot, parity);
-    const u32 piece = ring + slot * SLOT_BYTES, row = piece + PIECE_BYTES + min(g, live - 1) * ROW_PITCH + t * 16;
+    barrier_wait(full + 8 * slot, parity);
+    const u32 codes = codes_at + slot * SLOT_BYTES, scales = scales_at + slot * SLOT_BYTES, row = row_at + slot * SLOT_BYTES;
 #pragma unroll
     for (int i = 0; i < STEPS; i++) {
-      const Words codes = load_shared(piece + i * 512 + lane * 16);
-      const u32 scales = load_shared_word(piece + STEPS * 512 + i * 64 + lane / 2 * 4);
+      const Words some = load_shared(codes + i * 512);
+      const u32 four = load_shared_word(scales + i * 64);
       if constexpr (GATHER)
-        expert_step(even, odd, codes, scales, load_shared(row + i * 128), load_shared(row + i * 128 + 64));
+        expert_step(even, odd, some, four, load_shared(row + i * 128), load_shared(row + i * 128 + 64));
       else
-        expert_step(even, odd, codes, scales, x[2 * i], x[2 * i + 1]);
+        expert_step(even, odd, some, four, x[2 * i], x[2 * i + 1]);
     }
     __syncwarp();
-    if (lane == 0) issue(slot);
+    if (lane == 0) barrier_arrive(empty + 8 * slot);
     if (++slot == SLOTS) {
       slot = 0;
       parity ^= 1;
     }
     // Nobody waits but the warp whose turn it is. It has been through every turn between two uses of a buffer, and
     // those who fill the buffer again have had their own turn since, so it has been read.
-    float* mine = sums + (duty * WARPS + warp) * SUMS;
-#pragma unroll
-    for (int i = 0; i < 2; i++)
-      if (2 * t + i < COLUMNS) {
-        mine[g * (COLUMNS + 1) + 2 * t + i] = even[i] + odd[i];
-        mine[(g + 8) * (COLUMNS + 1) + 2 * t + i] = even[2 + i] + odd[2 + i];
+    if (2 * t < COLUMNS) {
+      float* to = sums + duty * WARPS * SUMS + mine;
+      if constexpr (COLUMNS == 1) {
+        to[0] = even[0] + odd[0];
+        to[8 * PITCH] = even[2] + odd[2];
+      } else {
+        *(float2*)to = make_float2(even[0] + odd[0], even[1] + odd[1]);
+        *(float2*)(to + 8 * PITCH) = make_float2(even[2] + odd[2], even[3] + odd[3]);
       }
+    }
     if (warp != duty) {
-      named_barrier_arrive(duty + 1, THREADS);
-      continue;
-    }
-    named_barrier_sync(duty + 1, THREADS);
-    const float scale = SCALE_REST * a.scale[list.expert[entry]];
-    for (int e = lane; e < 8 * live; e += 32) {
-      const int channel = e % 8, pair = list.pair[entry * GROUP + e / 8], from = GATHER ? e / 8 : pair / TOPK;
-      float gate = 0.f, up = 0.f;
-#pragma unroll
-      for (int i = 0; i < WARPS; i++) {
-        const float* part = sums + (duty * WARPS + i) * SUMS + from;
-        gate += part[channel * (COLUMNS + 1)];
-        up += part[(channel + 8) * (COLUMNS + 1)];
+      named_barrier_arrive(duty + 1, WORKERS);
+    } else {
+      named_barrier_sync(duty + 1, WORKERS);
+      const int number = unit / TILES, live = List::count_of(list.entries[number]);
+      for (int e = lane; e < 8 * live; e += 32) {
+        const int channel = e % 8, pair = list.pair[number * GROUP + e / 8], column = GATHER ? e / 8 : pair / TOPK;
+        const float* part = sums + duty * WARPS * SUMS + channel * PITCH + column;
+        const float gate = sum_of_warps(part) * scale, up = sum_of_warps(part + 8 * PITCH) * scale;
+        a.out[(u64)pair * CHANNELS + unit % TILES * 8 + channel] = to_bf16(gate / (1.f + __expf(-gate)) * up);
       }
-      gate *= scale;
-      up *= scale;
-      a.out[(u64)pair * CHANNELS + unit % TILES * 8 + channel] = to_bf16(gate / (1.f + __expf(-gate)) * up);
+      __syncwarp();
     }
-    __syncwarp();
+    duty = (duty + 1) % WARPS;
   }
 }

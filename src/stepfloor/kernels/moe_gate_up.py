@@ -64,7 +64,8 @@ from stepfloor.kernels._torch import expert_product, expert_tiles, silu
 
 logger = logging.getLogger(__name__)
 
-WARPS = 8
+WARPS = 8  # that share the columns of a tile
+THREADS = WARPS * 32 + 32  # of a block, and a warp that asks for weights
 # Not measured: 16 KB of weights a step, up to three steps on the way, three programs a multiprocessor at most; one row
 # of ten experts of 1280 x 2560 is then 200 programs, one wave. benchmarks.experts times the neighbours.
 DECODE = Tiles(16, 32, 128, 4, 4)
@@ -78,8 +79,9 @@ STREAMED_ROWS = 4 * MAX_ROWS
 class GateUpPlan:
     """What `moe_gate_up.cu` is specialised for; see its macros. All plans of a weight give a row the same bits.
 
+    slots  tiles of a block on the way
     lean   so few registers that a block of moe_down fits beside two of these and can request its weights early
-    group  most pairs of an entry of the list; with `gather` their rows have a place beside every piece of weights
+    group  most pairs of an entry of the list; with `gather` their rows have a place beside every tile
     """
 
     k: int
@@ -101,9 +103,9 @@ class GateUpPlan:
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block, as the kernel lays it out."""
         columns = self.group if self.gather else self.rows
-        slot = self.steps * STEP_BYTES + (self.group * (self.steps * 128 + 64) if self.gather else 0)
-        sums = WARPS * WARPS * 16 * (columns + 1) * 4
-        return WARPS * self.slots * (slot + 8) + sums + list_bytes(self.experts, self.topk, self.rows, self.group)
+        slot = WARPS * self.steps * STEP_BYTES + (self.group * (WARPS * self.steps * 128 + 64) if self.gather else 0)
+        sums = WARPS * WARPS * 16 * (1 if columns == 1 else columns + columns % 2) * 4
+        return self.slots * (slot + 16) + sums + list_bytes(self.experts, self.topk, self.rows, self.group)
 
     @property
     def per_multiprocessor(self) -> int:
@@ -123,7 +125,8 @@ class GateUpPlan:
             "GROUP": self.group,
             "GATHER": int(self.gather),
             "SLOTS": self.slots,
-            "PER_SM": 3 if self.lean else self.per_multiprocessor,
+            "PER_SM": self.per_multiprocessor,
+            "BESIDE": 192 if self.lean else 0,
             "LIST_BYTES": list_bytes(self.experts, self.topk, self.rows, self.group),
         }
 
@@ -336,14 +339,15 @@ def moe_gate_up_repack(
 def plan_gate_up(gate_up: TiledExperts, topk: int, rows: int) -> GateUpPlan:
     """The kernel for this many rows.
 
-    Up to 8 rows one piece a warp is on the way: more leave no room for moe_down's blocks. Beyond, entries of the list
-    are short, so that two pieces fit: of 512 experts at 16 rows 1 in 250 has more than 2, at 64 rows 1 in 30 more than
-    3, and is read twice. 78.8 us at 16 rows and 203 at 64 on an H200, 80.4 and 286 with 8.
+    Up to 4 rows the blocks leave room for one of moe_down's beside two of them. Beyond 8, entries of the list are
+    short, so that more tiles fit: of 512 experts at 16 rows 1 in 250 has more than 2 pairs, at 64 rows 1 in 30 more
+    than 3, and is read twice.
     """
     n, k = gate_up.shape
     capacity = capacity_for(rows)
-    group, slots = (8, 1) if capacity <= 8 else (2, 2) if capacity <= 16 else (3, 2)
-    return GateUpPlan(k, n // 2, gate_up.tape.shape[0], topk, capacity, capacity > 8, slots, group=group)
+    group, slots = {1: (1, 3), 16: (2, 3), MAX_ROWS: (3, 2)}.get(capacity, (2, 2))
+    experts = gate_up.tape.shape[0]
+    return GateUpPlan(k, n // 2, experts, topk, capacity, capacity > 8, slots, capacity <= 4, group)
 
 
 def gate_up_rows(x: Tensor, ids: Tensor, gate_up: TiledExperts, plan: GateUpPlan | None = None) -> Tensor:
@@ -368,7 +372,7 @@ def gate_up_launch(plan: GateUpPlan, device: torch.device, cache_dir: Path, depe
     """The compiled kernel, once a process."""
     cubin = compile_cuda("moe_gate_up.cu", plan.macros, device_arch(device), cache_dir)
     blocks = torch.cuda.get_device_properties(device).multi_processor_count * plan.per_multiprocessor
-    return Launch(cubin, "moe_gate_up_kernel", device, blocks, WARPS * 32, plan.shared_bytes, dependent=dependent)
+    return Launch(cubin, "moe_gate_up_kernel", device, blocks, THREADS, plan.shared_bytes, dependent=dependent)
 
 
 def moe_gate_up_inputs(

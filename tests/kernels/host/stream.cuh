@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -56,10 +57,15 @@ struct Block {
   std::vector<u8> memory;
   std::barrier<> sync;
   std::vector<std::unique_ptr<Warp>> warps;
-  std::vector<std::unique_ptr<std::barrier<>>> named;
+  std::mutex naming;
+  std::unique_ptr<std::barrier<>> named[16];
   Block(int threads, size_t bytes) : memory(bytes + 128, 0xff), sync(threads) {  // 0xff: NaN until written
     for (int i = 0; i < threads / 32; i++) warps.push_back(std::make_unique<Warp>());
-    for (int i = 0; i < 16; i++) named.push_back(std::make_unique<std::barrier<>>(threads));
+  }
+  std::barrier<>& barrier_of(int id, int threads) {  // of as many threads as its first use says
+    const std::lock_guard<std::mutex> lock(naming);
+    if (!named[id]) named[id] = std::make_unique<std::barrier<>>(threads);
+    return *named[id];
   }
   u8* shared() { return (u8*)(((uintptr_t)memory.data() + 127) & ~(uintptr_t)127); }
 };
@@ -98,40 +104,31 @@ inline void wait_for_predecessor() {}
 inline void __syncthreads() { block->sync.arrive_and_wait(); }
 inline void __syncwarp() { block->warps[threadIdx.x / 32]->sync.arrive_and_wait(); }
 
-// A barrier as the hardware has it: a phase ends when all have arrived and all bytes that were announced have come.
-union Barrier {
-  u64 word;
-  struct {
-    u32 bytes;
-    u8 arrived, wanted;
-    u16 phase;
-  };
-};
-template <class Change> void change_barrier(u32 barrier, Change change) {
-  check_shared(barrier, 8);
-  auto& held = *(std::atomic<u64>*)(block_shared + barrier);
-  Barrier before{held}, after;
-  do {
-    after = before;
-    change(after);
-    if (after.arrived == after.wanted && after.bytes == 0) after.arrived = 0, after.phase++;
-  } while (!held.compare_exchange_weak(before.word, after.word));
-}
+// A barrier: 32 bits of bytes on the way, 8 of arrivals that the phase still lacks, 8 of arrivals of a phase, 16 of phases
+// that have ended.
+inline std::atomic<u64>& counter(u32 barrier) { return *(std::atomic<u64>*)(block_shared + barrier); }
 inline void barrier_init(u32 barrier, u32 arrivals) {
   check_shared(barrier, 8);
-  Barrier fresh{0};
-  fresh.wanted = arrivals;
-  *(std::atomic<u64>*)(block_shared + barrier) = fresh.word;
+  counter(barrier) = (u64)arrivals << 40 | (u64)arrivals << 32;
 }
 inline void barrier_init_done() {}
-inline void barrier_expect(u32 barrier, u32 bytes) {
-  change_barrier(barrier, [=](Barrier& b) { b.arrived++, b.bytes += bytes; });
+inline void barrier_change(u32 barrier, int bytes, int arrivals) {
+  u64 before = counter(barrier), after;
+  bool ends;
+  do {
+    const int left = (int)(before >> 32 & 0xff) - arrivals, on_the_way = (int)(u32)before + bytes;
+    if (left < 0) return fault("more arrivals than the barrier expects");
+    if (on_the_way < 0) return fault("more bytes than the barrier expects");
+    ends = left == 0 && on_the_way == 0;
+    const u64 all = before >> 40 & 0xff;
+    after = ((before >> 48) + ends) << 48 | all << 40 | (ends ? all : (u64)left) << 32 | (u32)on_the_way;
+  } while (!counter(barrier).compare_exchange_weak(before, after));
 }
-inline void barrier_arrive(u32 barrier) {
-  change_barrier(barrier, [](Barrier& b) { b.arrived++; });
-}
+inline void barrier_expect(u32 barrier, u32 bytes) { barrier_change(barrier, bytes, 1); }
+inline void barrier_expect_more(u32 barrier, u32 bytes) { barrier_change(barrier, bytes, 0); }
+inline void barrier_arrive(u32 barrier) { barrier_change(barrier, 0, 1); }
 inline void barrier_wait(u32 barrier, u32 parity) {
-  for (int i = 0; (Barrier{*(std::atomic<u64>*)(block_shared + barrier)}.phase & 1) == parity; i++) {
+  for (int i = 0; (counter(barrier) >> 48 & 1) == parity; i++) {
     if (i == 100000) return fault("waits forever");
     std::this_thread::sleep_for(std::chrono::microseconds(i < 100 ? 20 : 200));  // so that those who work have the processor
   }
@@ -142,10 +139,7 @@ inline void bulk_copy_kept(u32 to, const void* from, u32 bytes, u32 barrier) {
   check_shared(to, bytes);
   if (bytes % 16 || bytes == 0) fault("bulk copy of a size that is not a multiple of 16");
   memcpy(block_shared + to, from, bytes);
-  change_barrier(barrier, [=](Barrier& b) {
-    if (b.bytes < bytes) fault("more bytes than the barrier expects");
-    b.bytes -= bytes;
-  });
+  barrier_change(barrier, -(int)bytes, 0);
 }
 inline void bulk_copy(u32 to, const void* from, u32 bytes, u32 barrier, u64) { bulk_copy_kept(to, from, bytes, barrier); }
 inline void copy16(u32 to, const void* from) {
@@ -191,8 +185,8 @@ inline u32 load_global_byte(const void* from) { return load_scalar<u8>(from); }
 inline u64 load_global_u64(const void* from) { return load_scalar<u64>(from); }
 inline u16 load_half(const void* from) { return load_scalar<u16>(from); }
 inline float load_global_float(const void* from) { return load_scalar<float>(from); }
-inline void named_barrier_arrive(int id, int) { (void)block->named[id]->arrive(); }
-inline void named_barrier_sync(int id, int) { block->named[id]->arrive_and_wait(); }
+inline void named_barrier_arrive(int id, int threads) { (void)block->barrier_of(id, threads).arrive(); }
+inline void named_barrier_sync(int id, int threads) { block->barrier_of(id, threads).arrive_and_wait(); }
 inline int __shfl_up_sync(u32, int value, int distance) {
   Warp& w = *block->warps[threadIdx.x / 32];
   const int lane = threadIdx.x % 32;
@@ -226,6 +220,10 @@ inline u32 warp_max(u32 value) {
   return value;
 }
 inline u32 warp_min(u32 value) { return ~warp_max(~value); }
+inline u32 warp_add(u32 value) {
+  for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(~0u, value, distance);
+  return value;
+}
 
 inline float bf16_of(u32 word, int high) {
   const u32 bits = high ? word & 0xffff0000u : word << 16;
@@ -307,6 +305,13 @@ inline float from_lane(float value, int lane) {
   w.sync.arrive_and_wait();
   return value;
 }
+inline u32 from_lane(u32 value, int lane) {
+  u32 found;
+  const float bits = from_lane(__uint_as_float(value), lane);
+  memcpy(&found, &bits, 4);
+  return found;
+}
+inline u32 kept(u32 value) { return value; }
 inline float warp_sum(float value) {
   for (int distance = 16; distance > 0; distance /= 2) value += from_lane(value, threadIdx.x % 32 ^ distance);
   return value;
@@ -325,10 +330,13 @@ inline void load_peer_four(float (&v)[4], u32 address, u32 rank) {
   check_shared(address, 16);
   memcpy(v, (*cluster)[rank]->shared() + address, 16);
 }
-inline void store_peer(u32 address, u32 rank, float value) {
+inline u32 peer_address(u32 address, u32 rank) { return rank << 24 | address; }
+inline void store_remote(u32 remote, float value) {
+  const u32 address = remote & 0xffffff;
   check_shared(address, 4);
-  *(float*)((*cluster)[rank]->shared() + address) = value;
+  *(float*)((*cluster)[remote >> 24]->shared() + address) = value;
 }
+inline void store_peer(u32 address, u32 rank, float value) { store_remote(peer_address(address, rank), value); }
 
 // Runs a kernel, one cluster after the other. Returns the number of faults.
 template <class Kernel> int run_grid(int blocks, int of_cluster, int threads, size_t shared_bytes, Kernel kernel) {

@@ -52,12 +52,18 @@ template <int EXPERT_COUNT, int CHOICES, int MOST_ROWS, int MOST_PAIRS, int BLOC
   static constexpr int RUN = (EXPERT_COUNT + BLOCK_THREADS - 1) / BLOCK_THREADS;
   static constexpr int HELD = (PAIRS + BLOCK_THREADS - 1) / BLOCK_THREADS;
   u32 rows_of[EXPERT_COUNT * WORDS];  // bit: row
-  u32 totals[32];
-  u16 first[EXPERT_COUNT];     // entry of an expert's first pairs
-  u16 chosen[PAIRS];      // expert of a pair
-  u16 expert[PAIRS];      // of an entry
-  u16 count[PAIRS];       // pairs of an entry
+  u32 totals[31];
+  u32 number;                    // of entries
+  u32 entries[PAIRS];            // expert, and pairs in the upper half
+  u16 first[EXPERT_COUNT];       // entry of an expert's first pairs
+  u16 chosen[PAIRS];             // expert of a pair
   u16 pair[PAIRS * MOST_PAIRS];  // of an entry
+
+  static DEVICE int expert_of(u32 entry) { return entry & 0xffff; }
+  static DEVICE int count_of(u32 entry) { return entry >> 16; }
+
+  // The threads that build the list are the block's first ones; others wait for them.
+  static DEVICE void sync() { named_barrier_sync(15, BLOCK_THREADS); }
 
   // Before the first ids are read; build() synchronises.
   DEVICE void clear() {
@@ -72,18 +78,18 @@ template <int EXPERT_COUNT, int CHOICES, int MOST_ROWS, int MOST_PAIRS, int BLOC
     return n;
   }
 
-  // Returns the number of entries.
+  // Returns the number of entries. The caller synchronises before the list is read.
   DEVICE int build(const long long* ids, int rows) {
     if constexpr (MOST_ROWS == 1) {  // every choice is an entry
       static_assert(CHOICES <= BLOCK_THREADS, "list");
       const int j = threadIdx.x;
       if (j < CHOICES) {
         const u32 id = (u32)load_global_u64(ids + j);
-        chosen[j] = expert[j] = id < EXPERT_COUNT ? id : EXPERT_COUNT - 1;
-        count[j] = 1;
+        chosen[j] = id < EXPERT_COUNT ? id : EXPERT_COUNT - 1;
+        entries[j] = chosen[j] | 1 << 16;
         pair[j * MOST_PAIRS] = j;
       }
-      __syncthreads();
+      if (j == 0) number = CHOICES;
       return CHOICES;
     }
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pairs = rows * CHOICES;
@@ -93,7 +99,7 @@ template <int EXPERT_COUNT, int CHOICES, int MOST_ROWS, int MOST_PAIRS, int BLOC
       const u32 id = (u32)load_global_u64(ids + min((int)threadIdx.x + i * BLOCK_THREADS, pairs - 1));
       mine[i] = id < EXPERT_COUNT ? id : EXPERT_COUNT - 1;
     }
-    __syncthreads();
+    sync();
 #pragma unroll
     for (int i = 0; i < HELD; i++) {
       const int p = threadIdx.x + i * BLOCK_THREADS, row = p / CHOICES;
@@ -101,38 +107,36 @@ template <int EXPERT_COUNT, int CHOICES, int MOST_ROWS, int MOST_PAIRS, int BLOC
       chosen[p] = mine[i];
       atomicOr(&rows_of[mine[i] * WORDS + row / 32], 1u << (row % 32));
     }
-    __syncthreads();
-    int entries = 0;
+    sync();
+    int needed = 0;
 #pragma unroll
     for (int i = 0; i < RUN; i++) {
       const int e = threadIdx.x * RUN + i;
-      if (e < EXPERT_COUNT) entries += (routed(e) + MOST_PAIRS - 1) / MOST_PAIRS;
+      if (e < EXPERT_COUNT) needed += (routed(e) + MOST_PAIRS - 1) / MOST_PAIRS;
     }
-    int sum = entries;
+    int sum = needed;
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
       const int other = __shfl_up_sync(~0u, sum, distance);
       if (lane >= distance) sum += other;
     }
     if (lane == 31) totals[warp] = sum;
-    __syncthreads();
-    int at = sum - entries, all = 0;
+    sync();
+    int at = sum - needed, all = 0;
 #pragma unroll
     for (int i = 0; i < BLOCK_THREADS / 32; i++) {
       if (i < warp) at += totals[i];
       all += totals[i];
     }
+    if (threadIdx.x == 0) number = all;
 #pragma unroll
     for (int i = 0; i < RUN; i++) {
       const int e = threadIdx.x * RUN + i;
       if (e >= EXPERT_COUNT) break;
       first[e] = at;
-      for (int left = routed(e); left > 0; left -= MOST_PAIRS, at++) {
-        expert[at] = e;
-        count[at] = min(left, MOST_PAIRS);
-      }
+      for (int left = routed(e); left > 0; left -= MOST_PAIRS, at++) entries[at] = e | min(left, MOST_PAIRS) << 16;
     }
-    __syncthreads();
+    sync();
 #pragma unroll
     for (int i = 0; i < HELD; i++) {
       const int p = threadIdx.x + i * BLOCK_THREADS, row = p / CHOICES;
@@ -146,7 +150,49 @@ template <int EXPERT_COUNT, int CHOICES, int MOST_ROWS, int MOST_PAIRS, int BLOC
       }
       pair[(first[mine[i]] + place / MOST_PAIRS) * MOST_PAIRS + place % MOST_PAIRS] = p;
     }
-    __syncthreads();
     return all;
+  }
+};
+
+// The first entries of the list in ascending order, found by one warp from the ids alone, before the others have built it.
+template <int EXPERT_COUNT, int CHOICES, int MOST_ROWS, int MOST_PAIRS> struct FirstEntries {
+  static constexpr int HELD = (MOST_ROWS * CHOICES + 31) / 32;
+  u32 held[HELD];  // experts of this lane's pairs
+  u32 expert;      // of entries at .. at + number - 1
+  int at, number;
+
+  DEVICE void start(const long long* ids, int rows) {
+    const int lane = threadIdx.x % 32, pairs = rows * CHOICES;
+#pragma unroll
+    for (int i = 0; i < HELD; i++) {
+      const int p = lane + i * 32;
+      const u32 id = (u32)load_global_u64(ids + min(p, pairs - 1));
+      held[i] = p >= pairs ? ~0u : id < EXPERT_COUNT ? id : EXPERT_COUNT - 1;
+    }
+    at = number = 0;
+    expert = ~0u;
+  }
+
+  // The expert of an entry at or after the last one asked for; none where the list is shorter.
+  DEVICE u32 find(int entry) {
+    if constexpr (MOST_ROWS == 1) {  // in the order of the choices
+      static_assert(HELD == 1, "list");
+      return entry < CHOICES ? from_lane(held[0], entry) : ~0u;
+    }
+#pragma unroll 1
+    while (at + number <= entry) {
+      u32 least = ~0u;
+#pragma unroll
+      for (int i = 0; i < HELD; i++)
+        if (held[i] != ~0u && (at + number == 0 || held[i] > expert)) least = held[i] < least ? held[i] : least;
+      expert = warp_min(least);
+      if (expert == ~0u) return expert;
+      int pairs = 0;
+#pragma unroll
+      for (int i = 0; i < HELD; i++) pairs += held[i] == expert;
+      at += number;
+      number = (warp_add(pairs) + MOST_PAIRS - 1) / MOST_PAIRS;
+    }
+    return expert;
   }
 };

@@ -43,6 +43,11 @@ DEVICE void barrier_expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+// More bytes of the current phase, without an arrival.
+DEVICE void barrier_expect_more(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
 DEVICE void barrier_arrive(u32 barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
 
 DEVICE void barrier_wait(u32 barrier, u32 parity) {
@@ -121,6 +126,7 @@ DEVICE Pair load_shared_pair(u32 address) {
 // Of all 32 lanes.
 DEVICE u32 warp_max(u32 v) { return __reduce_max_sync(~0u, v); }
 DEVICE u32 warp_min(u32 v) { return __reduce_min_sync(~0u, v); }
+DEVICE u32 warp_add(u32 v) { return __reduce_add_sync(~0u, v); }
 
 DEVICE u32 load_shared_byte(u32 address) {
   u32 v;
@@ -269,6 +275,10 @@ DEVICE float warp_sum(float value) {
   return value;
 }
 DEVICE float from_lane(float value, int lane) { return __shfl_sync(~0u, value, lane); }
+DEVICE u32 from_lane(u32 value, int lane) { return __shfl_sync(~0u, value, lane); }
+
+// The same value, which the compiler then keeps in its register: others it computes again at every use to save one.
+DEVICE u32 kept(u32 value) { return from_lane(value, threadIdx.x % 32); }
 
 // ------------------------------------------------------------------ cluster
 
@@ -305,9 +315,13 @@ DEVICE void load_peer_four(float (&v)[4], u32 address, u32 rank) {
                : "memory");
 }
 
-// Where load_peer would read. The other block must have started, and must not end before a cluster_sync.
-DEVICE void store_peer(u32 address, u32 rank, float value) {
+// The same in two steps, for several stores to one block.
+DEVICE u32 peer_address(u32 address, u32 rank) {
   u32 remote;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(value) : "memory");
+  return remote;
 }
+DEVICE void store_remote(u32 remote, float value) { asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(value) : "memory"); }
+
+// Where load_peer would read. The other block must have started, and must not end before a cluster_sync.
+DEVICE void store_peer(u32 address, u32 rank, float value) { store_remote(peer_address(address, rank), value); }
