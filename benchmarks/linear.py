@@ -306,7 +306,6 @@ def other_variants(plan: StreamPlan, rows: int, chosen: Variant, quick: bool) ->
     group = group_variant(plan, tiles) if rows > 16 else None
     if group is not None:
         found["group"] = group
-        found["group, 6 stages"] = replace(group, stages=6)
         found["group, 12 stages"] = replace(group, stages=12)
     kept: dict[str, Variant] = {}
     for name, variant in found.items():

@@ -62,7 +62,7 @@ QUANTIZED = [name for name in CODINGS if name not in ("bf16", "fp8_tensor")]
 CASES = {
     "warps share rows": (plan_stream(40, 640, 4), [SHORT, TALL, TWO]),
     "several passes": (plan_stream(151, 2560, 2), [SHORT, TALL]),
-    "panels": (StreamPlan(150, 512, 1, 8, 1, 150, 24, 2, 2, 2), [TALL, Variant(2, True, 2, 4), Variant(3, True, 1, 3)]),
+    "panels": (StreamPlan(150, 512, 1, 8, 1, 150, 24, 2, 2, 2), [TALL, Variant(2, True, 2, 8), Variant(5, True, 1, 4)]),
     "cluster": (plan_stream(13, 1280, 4, split=4), [SHORT, TALL, TWO]),
     "ring goes round": (replace(plan_stream(20, 6144, 1), chunk_steps=4, slots=2), [SHORT, TALL, TWO]),
     "padded columns": (plan_stream(37, 48, 4), [SHORT, TALL, TWO]),
@@ -86,7 +86,7 @@ def in_format(name: str, plan: StreamPlan, kind: str, variants: list[Variant], q
 FORMAT_CASES = [
     in_format("fp8_block", PASSES, "passes", [SHORT, TALL], "fp8_block"),
     *(
-        in_format(name, PASSES, "passes", [SHORT, TALL, Variant(2, True, 2, 3)], "fp8_channel mxfp8 nvfp4")
+        in_format(name, PASSES, "passes", [SHORT, TALL, Variant(2, True, 2, 8)], "fp8_channel mxfp8 nvfp4")
         for name in QUANTIZED
         if name != "fp8_block"
     ),

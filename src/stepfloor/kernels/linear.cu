@@ -325,7 +325,8 @@ constexpr int STAGE_BYTES = X_BYTES + PANEL_PASSES * SLOT_BYTES;
 constexpr int X_SHARE = X_ROWS * STAGE_STEPS / 8;  // reads of 16 bytes by each lane of a producer
 constexpr int X_BATCH = X_SHARE <= 16 ? X_SHARE : X_SHARE / 2;
 static_assert(SPLIT == 1 && STACKS == 1 && !BLOCK_SCALES && TALL && PASS_ROWS % 8 == 0 && PASS_ROWS <= 64, "plan");
-static_assert(CHUNK_STEPS % STAGE_STEPS == 0 && STAGE_STEPS % UNIT_STEPS == 0 && STAGES >= 2 && PANEL_PASSES <= 32 && X_SHARE % X_BATCH == 0, "plan");
+static_assert(CHUNK_STEPS % STAGE_STEPS == 0 && STAGE_STEPS % UNIT_STEPS == 0 && PANEL_PASSES <= 32 && X_SHARE % X_BATCH == 0, "plan");
+static_assert(STAGES >= PRODUCERS, "a producer waits for one reading of its slot: it must not be two ahead");
 
 // Lane i copies the stage of one pass.
 DEVICE void request_weights(const Arguments& a, u32 to, u32 full, int turn, int lane, u64 policy) {

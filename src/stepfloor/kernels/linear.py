@@ -240,7 +240,9 @@ def group_variant(plan: StreamPlan, tiles: int) -> Variant | None:
         return None
     empty = group_bytes(plan, Variant(tiles, True, stage_steps))
     stage = group_bytes(plan, Variant(tiles, True, stage_steps, 1)) - empty
-    return Variant(tiles, True, stage_steps, min(8, (SHARED_LIMIT - empty) // stage))
+    stages = min(8, (SHARED_LIMIT - empty) // stage)
+    # a copying warp waits for one reading of its slot at most: it must not be two ahead
+    return Variant(tiles, True, stage_steps, stages) if stages >= copying_warps(tiles) else None
 
 
 def group_bytes(plan: StreamPlan, variant: Variant) -> int:
@@ -343,7 +345,12 @@ def block_threads(variant: Variant) -> int:
     """Threads of a block: the group kernel has more warps, that copy."""
     if variant.stage_steps == 0 or variant.together:
         return WARPS * 32
-    return (WARPS + (8 if variant.tiles <= 4 else 4)) * 32
+    return (WARPS + copying_warps(variant.tiles)) * 32
+
+
+def copying_warps(tiles: int) -> int:
+    """Warps of the group kernel that copy; sums of five tiles take more registers than 16 warps have."""
+    return 8 if tiles <= 4 else 4
 
 
 def batch_steps(plan: StreamPlan, variant: Variant) -> int:
