@@ -45,8 +45,8 @@ class RandomTensors:
         make = torch.Generator(self.device).manual_seed(int.from_bytes(digest, "little"))
         sigma = self._table_sigma if ".ngram_embedding" in first.name else first.shape[-1] ** -0.5
         if first.name == "embed_tokens":
-            # as large as what the layers add: else all rows of a step look alike and choose the same experts
-            sigma = 1.0
+            # several times what the layers add: else all rows of a step look alike and choose the same experts
+            sigma = 8.0
         drawn: dict[str, Tensor] = {}
         for suffix, entry in first.parts.items():
             out = torch.empty((len(weights), *entry.shape), dtype=DTYPES[entry.dtype], device=self.device)
