@@ -109,17 +109,19 @@ def main() -> int:
     torch.cuda.empty_cache()
     grouped, failed_parts = ([], set[str]()) if options.decode_only else run_parts(options)
     table: list[dict[str, object]] = []
+    best: dict[str, dict[str, object]] = {}
     for experts in () if options.quick else (128, EXPERTS):
         weights = Layers(experts, LAYERS if experts == 128 else 3, device, options.cache_dir)
         for rows, distinct in CASES:
             if rows in options.rows and (experts == 128) == (distinct <= 128):
-                table += time_case(rows, distinct, weights, passed, options, device)
+                timed = time_case(rows, distinct, weights, passed, options, device)
                 say(f"[{time.perf_counter() - begin:5.1f} s] {rows} rows, {distinct} experts done")
+                best |= report(timed)
+                table += timed
         del weights
         torch.cuda.empty_cache()
     if "route" in passed:
         say(f"route (experts, weights, shared gate and SwiGLU from the products), us: {time_route(options, device)}")
-    best = report(table)
     failed = sorted((set(families) - passed) | failed_parts)
     line = {"gpu": torch.cuda.get_device_name(device), "torch": torch.__version__, "read_bytes_per_s": reads}
     line |= {"passed": sorted(passed), "failed": failed, "best": best, "grouped": grouped}

@@ -169,7 +169,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) moe_down_kernel(co
   __syncwarp();
 
   // columns that no pair fills hold what was there before: they spoil sums that nobody stores
-  const u32 row_at = ring + PIECE_BYTES + min(g, GROUP - 1) * ROW_PITCH + t * 16;
+  const u32 codes_at = kept(ring + lane * 16), scales_at = kept(ring + STEPS * 512 + lane / 2 * 4);
+  const u32 row_at = kept(ring + PIECE_BYTES + min(g, GROUP - 1) * ROW_PITCH + t * 16);
   int slot = 0, parity = 0;
 #pragma unroll 1
   for (; unit.entry < entries; unit.advance(), asked.advance()) {
@@ -179,14 +180,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) moe_down_kernel(co
     for (int h = 0; h < HALVES; h++)
       for (int i = 0; i < 4; i++) even[h][i] = odd[h][i] = 0.f;
     barrier_wait(barriers + 8 * slot, parity);
-    const u32 codes_at = ring + slot * SLOT_BYTES + lane * 16, scales_at = ring + slot * SLOT_BYTES + STEPS * 512 + lane / 2 * 4;
-    const u32 row = row_at + slot * SLOT_BYTES;
+    const u32 piece = slot * SLOT_BYTES;
 #pragma unroll
     for (int i = 0; i < STEPS; i++)
 #pragma unroll
       for (int h = 0; h < HALVES; h++) {
-        const Words codes = load_shared(codes_at + h * HALF_BYTES + i * 512);
-        const u32 scales = load_shared_word(scales_at + h * HALF_BYTES + i * 64), x = row + (h * STEPS + i) * 128;
+        const Words codes = load_shared(codes_at + piece + h * HALF_BYTES + i * 512);
+        const u32 scales = load_shared_word(scales_at + piece + h * HALF_BYTES + i * 64);
+        const u32 x = row_at + piece + (h * STEPS + i) * 128;
         expert_step(even[h], odd[h], codes, scales, load_shared(x), load_shared(x + 64));
       }
     __syncwarp();

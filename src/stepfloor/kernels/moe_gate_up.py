@@ -345,7 +345,7 @@ def plan_gate_up(gate_up: TiledExperts, topk: int, rows: int) -> GateUpPlan:
     """
     n, k = gate_up.shape
     capacity = capacity_for(rows)
-    group, slots = {1: (1, 3), 16: (2, 3), MAX_ROWS: (3, 2)}.get(capacity, (2, 2))
+    group, slots = {1: (1, 3), MAX_ROWS: (3, 2)}.get(capacity, (2, 2))
     experts = gate_up.tape.shape[0]
     return GateUpPlan(k, n // 2, experts, topk, capacity, capacity > 8, slots, capacity <= 4, group)
 
