@@ -129,14 +129,9 @@ inline void barrier_expect_more(u32 barrier, u32 bytes) { barrier_change(barrier
 inline void barrier_arrive(u32 barrier) { barrier_change(barrier, 0, 1); }
 inline void barrier_wait(u32 barrier, u32 parity) {
   for (int i = 0; (counter(barrier) >> 48 & 1) == parity; i++) {
-<<<<<<< HEAD
-    if (i == 100000) return fault("waits forever");
-    std::this_thread::sleep_for(std::chrono::microseconds(i < 100 ? 20 : 200));  // so that those who work have the processor
-=======
     if (i == 300000) return fault("waits forever");  // half a minute at least
     if (i < 20) std::this_thread::yield();
     else std::this_thread::sleep_for(std::chrono::microseconds(100));  // leaves the core to those waited for
->>>>>>> experts16
   }
 }
 inline u64 evict_first_policy() { return 0; }
