@@ -26,6 +26,9 @@ INVALID_CODES = {
     "repetition_loop": "answers repeat themselves without end, which is the fastest text there is",
     "early_stop": "answers ended before the length that was asked for",
     "usage_missing": "the server did not say how many tokens it made",
+    "other_clients": "the server made more tokens than this client was sent",
+    "first_runs_differ": "the first requests were slower or faster than the rest, more than chance explains",
+    "does_not_fit": "prompt and answer are longer than the model's context",
     "prompt_tokens_differ": "prompts had other lengths than those asked for",
     "repeated_prompts": "a prompt was measured more than once",
     "client_overloaded": "this client was too slow, so the times are its own",
@@ -34,7 +37,9 @@ INVALID_CODES = {
 # These are worth knowing, and do not spoil the numbers.
 NOTE_CODES = {
     "warm_up": "requests that ran before the window and are not in it",
-    "first_runs_differ": "the first requests were slower or faster than the rest, more than chance explains",
+    "ramp": "the first wave of requests was slower or faster than the rest",
+    "few_loops": "some answers repeat themselves, too few to spoil the whole",
+    "config_missing": "the server's configuration is not known: not for a comparison",
     "caches_seen": "the server says that it answered part of the prompts from a cache",
     "inexact_prompts": "prompt lengths could not be made exact here",
     "clock_throttle": "the GPU's clocks were held down",
@@ -108,6 +113,8 @@ class Request:
     first_s    arrival of the first generated token of any kind: text, reasoning or a part of a tool call
     last_s     arrival of the last one
     chunk_s    arrivals of all chunks that brought something generated, where they were kept
+    chunk_tokens  tokens that had come with each of chunk_s, where the server counts them in every chunk
+    cut        whether the window's end stopped it; what came before counts
     """
 
     index: int
@@ -118,6 +125,7 @@ class Request:
     end_s: float | None = None
     chunks: int | None = None
     chunk_s: tuple[float, ...] | None = None
+    chunk_tokens: tuple[int, ...] | None = None
     prompt_tokens: int | None = None
     output_tokens: int | None = None
     cached_tokens: int | None = None
@@ -128,6 +136,7 @@ class Request:
     prompt_hash: str | None = None
     output_hash: str | None = None
     looped: bool = False
+    cut: bool = False
 
 
 @dataclass(frozen=True, slots=True)
