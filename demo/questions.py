@@ -51,7 +51,7 @@ def _docstrings_of(document: Document) -> Iterator[dict[str, Any]]:
             continue
         body = node.body[0]
         opening = re.match(r'\s*"""(.*)', lines[body.lineno - 1])
-        wanted = opening[1].split('"""')[0].strip() if opening else ""
+        wanted = " ".join(opening[1].split('"""')[0].split()) if opening else ""
         if "\\" in wanted or len(wanted) not in WANTED_CHARS:
             continue
         begin = max(0, node.lineno - 1 - CONTEXT_LINES)

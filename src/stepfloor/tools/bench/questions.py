@@ -32,7 +32,6 @@ class Question:
     rule: Rule
     expected: str
     route: Literal["chat", "completion"] = "chat"
-    category: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +80,9 @@ def _part(profile: Profile, items: int) -> Profile:
 def _gsm8k(file: Path) -> Profile:
     questions = []
     for place, row in _rows(file, ("question", "answer")):
-        expected = answer_of(f"####{row['answer'].rpartition('####')[2]}", "number") if "####" in row["answer"] else None
+        expected = (
+            answer_of(f"####{row['answer'].rpartition('####')[2]}", "number") if "####" in row["answer"] else None
+        )
         if expected is None:
             raise UserError(f"{place}: the answer of a GSM8K line ends with #### and a number; got {row['answer']!r}")
         text = row["question"].strip()
@@ -97,8 +98,9 @@ def _mmlu_pro(file: Path) -> Profile:
             raise UserError(f"{place}: answer is the letter of one of {len(options)} options; got {row['answer']!r}")
         lettered = "\n".join(f"{letter}. {option}" for letter, option in zip(LETTERS, options, strict=False))
         prompt = f"{row['question'].strip()}\n\n{lettered}\n\n{_MMLU_PRO_TASK}"
-        category = str(row.get("category", ""))
-        questions.append(Question(str(row["question_id"]), prompt, "letter", row["answer"], category=category))
+        # before the slash the kind, by which shares are told apart
+        id_ = f"{row.get('category', 'any')}/{row['question_id']}"
+        questions.append(Question(id_, prompt, "letter", row["answer"]))
     return Profile("mmlu-pro", _distinct(questions, file), max_tokens=2048)
 
 
@@ -139,7 +141,9 @@ def _parquet(file: Path) -> list[Any]:
         from pyarrow import ArrowException
         from pyarrow.parquet import read_table
     except ImportError:
-        raise UserError(f"{file} is a Parquet file, which needs pyarrow; pip install pyarrow, or pass JSON lines") from None
+        raise UserError(
+            f"{file} is a Parquet file, which needs pyarrow; pip install pyarrow, or pass JSON lines"
+        ) from None
     try:
         return read_table(file).to_pylist()
     except (OSError, ArrowException) as error:

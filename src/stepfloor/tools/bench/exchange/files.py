@@ -46,7 +46,9 @@ def export_results(results: Sequence[Result], tool: str, path: Path) -> tuple[Pa
     if tool != "aiperf":
         raise UserError(f"there is no export for {tool!r}; there are {', '.join(TOOLS)}")
     if len(results) != 1:
-        raise UserError(f"a directory of AIPerf holds one result, and {len(results)} were given; export them one by one")
+        raise UserError(
+            f"a directory of AIPerf holds one result, and {len(results)} were given; export them one by one"
+        )
     (result,) = results
     written = [_put(path / aiperf.SUMMARY, json.dumps(aiperf.write(result), indent=2))]
     if result.requests:

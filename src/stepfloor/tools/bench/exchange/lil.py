@@ -84,15 +84,13 @@ def _cell(cell: Mapping[str, Any], about: Mapping[str, Any], path: Path) -> Resu
             metrics[ours] = Metric(unit, {"value": value})
     positions = taken.pop("server_spec_pos_accept")
     if positions:
-        metrics["acceptance_per_position"] = Metric("share", {str(i): float(x) for i, x in enumerate(positions)})
+        metrics["acceptance_per_position"] = Metric("ratio", {str(i): float(x) for i, x in enumerate(positions)})
     counters = {key: taken.pop(key) for key in _COUNTERS if cell.get(key)}
     window = taken.number("measurement_seconds")
     taken.drop(*_DERIVED)
     return Result(
         kind="imported",
-        target=Target(
-            url=str(about.get("server", "")), model=str(about.get("model", "")), server=about.get("engine")
-        ),
+        target=Target(url=str(about.get("server", "")), model=str(about.get("model", "")), server=about.get("engine")),
         load={"tool": TOOL, **load, **{k: about.get(k) for k in ("max_tokens", "temperature", "ignore_eos")}},
         metrics=metrics,
         flags=(*_flags(cell), *taken.unmapped()),

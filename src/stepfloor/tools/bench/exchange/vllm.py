@@ -22,7 +22,15 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from stepfloor.tools.bench.exchange.values import FROM_SENT, TOTALS, Taken, failed_flags, from_sent, is_open_loop, totals
+from stepfloor.tools.bench.exchange.values import (
+    FROM_SENT,
+    TOTALS,
+    Taken,
+    failed_flags,
+    from_sent,
+    is_open_loop,
+    totals,
+)
 from stepfloor.tools.bench.result import Metric, Request, Result, Target
 
 TOOL = "vllm bench serve"
@@ -64,10 +72,10 @@ def read(raw: Mapping[str, Any], path: Path) -> Result:
             metrics[ours] = Metric(unit, {"value": value})
     percent = taken.number("spec_decode_acceptance_rate")
     if percent is not None:
-        metrics["draft_acceptance"] = Metric("share", {"value": percent / 100})
+        metrics["draft_acceptance"] = Metric("ratio", {"value": percent / 100})
     positions = taken.pop("spec_decode_per_position_acceptance_rates")
     if positions:
-        metrics["acceptance_per_position"] = Metric("share", {str(i): float(x) for i, x in enumerate(positions)})
+        metrics["acceptance_per_position"] = Metric("ratio", {str(i): float(x) for i, x in enumerate(positions)})
     requests = tuple(_requests(taken, open_loop))
     taken.drop("date", "endpoint_type", "model_id")
     return Result(
