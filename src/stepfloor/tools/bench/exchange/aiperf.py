@@ -2,15 +2,16 @@
 
 | there | here | note |
 |---|---|---|
-| time_to_first_token, request_latency | ttft_ms, e2e_ms | where requests arrive at a rate they count from sending: named apart |
-| inter_token_latency | tpot_ms | (last - first) / (tokens - 1); with --per-chunk-usage it divides otherwise: named apart |
+| time_to_first_token, request_latency | ttft_ms, e2e_ms | at a rate they count from sending: named apart |
+| inter_token_latency | tpot_ms | the same; with --per-chunk-usage it divides otherwise and is named apart |
 | inter_chunk_latency | itl_ms | the gap between chunks |
 | output_token_throughput_per_user | per_user_rate | |
 | output_token_throughput, total_token_throughput | output_throughput, total_throughput | |
 | request_throughput, goodput | the same | |
 
 AIPerf counts tokens with a tokenizer of its own unless it ran with --use-server-token-count. Where that count and the
-server's usage differ, every figure made from it is named apart (`..._by_client_tokens`). The CSV is rounded to 0.01.
+server's usage differ, every figure made from it is named apart (`..._by_client_tokens`). Its rates are of the phase's
+window, which is longer than its benchmark_duration; that window is taken here. The CSV is rounded to 0.01.
 
 Source: aiperf 0.13.0, metrics/types/*.py, exporters/metrics_json_exporter.py and metrics_csv_exporter.py.
 """
@@ -101,7 +102,7 @@ def read(raw: Mapping[str, Any], path: Path, records: Iterable[Mapping[str, Any]
         metrics=metrics,
         flags=tuple(flags),
         requests=tuple(read_records(records, open_loop)),
-        window_s=_average(raw, "benchmark_duration"),
+        window_s=_window_s(raw),
         origin={
             "tool": TOOL,
             "version": raw.get("aiperf_version"),
@@ -130,6 +131,23 @@ def read_table(path: Path) -> dict[str, Any]:
             stats = {name: float(x) for name, x in zip(names, row[1:], strict=False) if x and header[0] == "Metric"}
             raw[tags.get(heading, heading)] = stats
     return raw
+
+
+def read_records_alone(path: Path) -> Result:
+    """A result with the requests of a record file and no figures of the tool's; planned times are taken as sent."""
+    requests = tuple(read_records(load_records(path), open_loop=False))
+    failed = sum(r.error is not None for r in requests)
+    return Result(
+        kind="imported",
+        target=Target(url="", model=""),
+        load={"tool": TOOL},
+        metrics={},
+        flags=failed_flags(failed, len(requests) - failed),
+        requests=requests,
+        window_s=max((r.last_s for r in requests if r.last_s is not None), default=None),
+        origin={"tool": TOOL, "file": path.name},
+        created="",
+    )
 
 
 def read_records(records: Iterable[Mapping[str, Any]], open_loop: bool) -> Iterator[Request]:
@@ -170,7 +188,8 @@ def write(result: Result) -> dict[str, Any]:
         "input_config": {
             "models": {"items": [{"name": result.target.model}]},
             "endpoint": {"urls": [result.target.url], "streaming": True},
-            **{k: result.load[k] for k in ("endpoint", "datasets", "phases") if k in result.load},
+            "phases": [_phase(result)],
+            **{k: result.load[k] for k in ("endpoint", "datasets", "phases") if result.load.get(k)},
         },
         "start_time": result.created,
         "is_complete": not any(flag.code == "partial" for flag in result.flags),
@@ -213,6 +232,26 @@ def write_records(result: Result) -> Iterator[dict[str, Any]]:
             "metrics": {k: {"value": v, "unit": u} for k, (v, u) in metrics.items() if v is not None},
             **({} if r.error is None else {"error": {"message": r.error}}),
         }
+
+
+def _phase(result: Result) -> dict[str, Any]:
+    """The measured phase; its type says whether latencies count from sending although requests were planned."""
+    load = result.load
+    phase = {
+        "name": "profiling",
+        "kind": "profiling",
+        "type": load.get("arrivals", "poisson") if is_open_loop(result) else "concurrency",
+        "requests": len(result.requests) or None,
+        "concurrency": load.get("concurrency", load.get("max_concurrency")),
+        "rate": load.get("rate", load.get("request_rate")) if is_open_loop(result) else None,
+    }
+    return {key: value for key, value in phase.items() if value is not None}
+
+
+def _window_s(raw: Mapping[str, Any]) -> float | None:
+    """The window that the rates are of."""
+    requests, rate = _average(raw, "request_count"), _average(raw, "request_throughput")
+    return requests / rate if requests and rate else _average(raw, "benchmark_duration")
 
 
 def _recounted(raw: Mapping[str, Any]) -> bool:

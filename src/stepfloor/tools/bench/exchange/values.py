@@ -46,7 +46,7 @@ class Taken:
             raise UserError(f"{self._path}: {self._where}{key} should be a number; got {value!r}")
         return float(value) if math.isfinite(value) else None
 
-    def keys(self) -> tuple[str, ...]:
+    def left(self) -> tuple[str, ...]:
         """The keys that are left."""
         return tuple(self._left)
 
@@ -69,9 +69,12 @@ def failed_flags(failed: int, completed: int) -> tuple[Flag, ...]:
 
 
 def is_open_loop(result: Result) -> bool:
-    """Whether requests were planned ahead: some were sent later than planned, or the load has a rate."""
-    rate = result.load.get("request_rate")
-    return rate not in (None, "inf") or any(r.sent_s is not None and r.sent_s > r.planned_s for r in result.requests)
+    """Whether requests were planned ahead, by what the load says; of an imported one, by its requests."""
+    if "arrivals" in result.load:
+        return result.load["arrivals"] != "closed"
+    if result.load.get("request_rate") not in (None, "inf"):
+        return True
+    return any(r.sent_s is not None and r.sent_s > r.planned_s for r in result.requests)
 
 
 def from_sent(result: Result) -> dict[str, Metric]:

@@ -77,7 +77,9 @@ def read(raw: Mapping[str, Any], path: Path) -> Result:
     if positions:
         metrics["acceptance_per_position"] = Metric("ratio", {str(i): float(x) for i, x in enumerate(positions)})
     requests = tuple(_requests(taken, open_loop))
-    taken.drop("date", "endpoint_type", "model_id")
+    window_s = taken.number("duration")
+    # rtfx is about speech, and zero for text
+    taken.drop("date", "endpoint_type", "model_id", "rtfx")
     return Result(
         kind="imported",
         target=Target(url="", model=str(raw["model_id"])),
@@ -86,7 +88,7 @@ def read(raw: Mapping[str, Any], path: Path) -> Result:
         flags=(*failed_flags(counted.get("failed", 0), counted.get("completed", 0)), *taken.unmapped()),
         requests=requests,
         server={"source": TOOL, **counters} if counters else None,
-        window_s=taken.number("duration"),
+        window_s=window_s,
         origin={"tool": TOOL, "file": path.name, **counted},
         created=datetime.strptime(str(raw["date"]), "%Y%m%d-%H%M%S").isoformat(),
     )
@@ -94,7 +96,7 @@ def read(raw: Mapping[str, Any], path: Path) -> Result:
 
 def _latencies(taken: Taken, open_loop: bool) -> dict[str, Metric]:
     found: dict[str, dict[str, float]] = {}
-    for key in taken.keys():
+    for key in taken.left():
         part = _STATISTIC.fullmatch(key)
         ours = part and _our_latency(part[2], open_loop)
         value = taken.number(key) if ours else None
