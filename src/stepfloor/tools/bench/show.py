@@ -16,6 +16,8 @@ from stepfloor.tools.bench.result import Metric, Result
 # always shown together: a rate of tokens alone does not compare machines
 RATES = ("output_throughput", "steps_per_s", "ms_per_step", "acceptance_length")
 DISTRIBUTIONS = ("ttft_ms", "ttft_from_sent_ms", "itl_ms", "tpot_ms", "e2e_ms", "per_user_rate", "send_delay_ms")
+CSV_HEAD = ("created", "kind", "url", "model", "concurrency", "input_len", "valid", "flags")
+CSV_METRIC = ("metric", "statistic", "value", "low", "high", "unit", "count")
 COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
 
 
@@ -97,10 +99,7 @@ def write_csv(results: Sequence[Result], path: Path) -> None:
     try:
         with path.open("w", newline="", encoding="utf-8") as out:
             rows = csv.writer(out)
-            rows.writerow(
-                ("created", "kind", "url", "model", "concurrency", "input_len", "valid", "flags")
-                + ("metric", "statistic", "value", "low", "high", "unit", "count")
-            )
+            rows.writerow((*CSV_HEAD, *CSV_METRIC))
             for result in results:
                 load = result.load
                 codes = " ".join(flag.code for flag in result.flags)
@@ -119,9 +118,11 @@ def _load_line(result: Result) -> str:
     if load.get("arrivals", "closed") == "closed":
         how = f"{load.get('concurrency')} at once"
     else:
-        how = f"{load['arrivals']} arrivals" + (f", {load['rate']:g} a second" if load.get("rate") else "")
+        how = f"{load['arrivals']} arrivals" + (
+            f", {load['request_rate']:g} a second" if load.get("request_rate") else ""
+        )
     measured = f"{len(result.requests)} requests in {result.window_s or 0:.1f} s"
-    lengths = f"{load.get('prompts')} prompts of {load.get('input_len')}, answers of {load.get('output_len')}"
+    lengths = f"{load.get('dataset_name')} prompts of {load.get('input_len')}, answers of {load.get('output_len')}"
     return f"{measured}, {how}; {lengths} tokens; seed {load.get('seed')}"
 
 
