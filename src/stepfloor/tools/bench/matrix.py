@@ -80,6 +80,20 @@ class Grid:
     measure: str
     load: Load
 
+    def check(self) -> None:
+        """Raises UserError for what a matrix cannot measure."""
+        self.load.resolve()
+        if self.measure not in MEASURES:
+            raise UserError(f"--measure is one of {', '.join(MEASURES)}; got {self.measure!r}")
+        if self.load.arrivals != "closed":
+            raise UserError("a matrix is measured in a closed loop; leave --arrivals out")
+        if self.load.dataset_name in ("sharegpt", "jsonl"):
+            raise UserError("a cell has prompts of one length; pass --dataset-name random, unique or code")
+        if self.measure == "decode" and (self.load.plain or not self.load.ignore_eos):
+            raise UserError("a decode cell wants answers that do not end; leave --plain and --no-ignore-eos out")
+        if self.seconds <= 0:
+            raise UserError(f"--seconds must be more than 0; got {self.seconds}")
+
     def cells(self) -> list[tuple[int, int]]:
         """(concurrency, context), contexts in order, in each the concurrencies."""
         return [(c, context) for context in self.context for c in self.concurrency]
@@ -114,7 +128,7 @@ def run(
     again  measure invalid cells of the file once more
     Raises UserError for a file of another load, or if nobody answers. An interruption keeps the cells that are done.
     """
-    _check(grid)
+    grid.check()
     results: dict[tuple[int, int], Result] = {}
     if path is not None and path.exists():
         results = _resume(path, grid, again)
@@ -259,16 +273,3 @@ def _resume(path: Path, grid: Grid, again: bool) -> dict[tuple[int, int], Result
         if result.valid or not again:
             results[concurrency, context] = result
     return results
-
-
-def _check(grid: Grid) -> None:
-    if grid.measure not in MEASURES:
-        raise UserError(f"--measure is one of {', '.join(MEASURES)}; got {grid.measure!r}")
-    if grid.load.arrivals != "closed":
-        raise UserError("a matrix is measured in a closed loop; leave --arrivals out")
-    if grid.load.dataset_name in ("sharegpt", "jsonl"):
-        raise UserError("a cell has prompts of one length; pass --dataset-name random, unique or code")
-    if grid.measure == "decode" and (grid.load.plain or not grid.load.ignore_eos):
-        raise UserError("a decode cell wants answers that do not end; leave --plain and --no-ignore-eos out")
-    if grid.seconds <= 0:
-        raise UserError(f"--seconds must be more than 0; got {grid.seconds}")

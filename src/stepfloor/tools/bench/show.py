@@ -11,6 +11,7 @@ from rich.table import Table
 
 from stepfloor.errors import UserError
 from stepfloor.tools.bench.drive import Visit
+from stepfloor.tools.bench.matrix import knee
 from stepfloor.tools.bench.result import Metric, Result
 
 # always shown together: a rate of tokens alone does not compare machines
@@ -92,6 +93,41 @@ def show(result: Result, console: Console | None = None) -> None:
         console.print("These numbers do not mean what their names say.", markup=False)
     if load.get("sampling") and result.telemetry is not None and result.telemetry.unavailable:
         console.print(f"GPU: unavailable ({result.telemetry.unavailable})", markup=False)
+
+
+def show_matrix(results: Sequence[Result], console: Console | None = None) -> None:
+    """Print cells, one a row, and where each context's curve bends. Invalid cells are marked, and no part of it."""
+    console = console or Console(highlight=False, soft_wrap=True)
+    if not results:
+        console.print("no cell was measured")
+        return
+    console.print(f"{results[0].target.model} at {results[0].target.url}", markup=False)
+    table = Table(box=None, pad_edge=False)
+    for name in ("context", "at once", "tokens/s", "per user", "steps/s", "ms/step", "acceptance", "ttft p50 ms", ""):
+        table.add_column(name, justify="right")
+    reasons: list[str] = []
+    for result in results:
+        metrics, load = result.metrics, result.load
+        names = ("output_throughput", "per_user_rate", "steps_per_s", "ms_per_step", "acceptance_length")
+        numbers = [f"{metrics[n].value:.4g}" if n in metrics else "-" for n in names]
+        ttft = f"{metrics['ttft_ms'].stats['p50']:.0f}" if "ttft_ms" in metrics else "-"
+        table.add_row(str(load["context"]), str(load["concurrency"]), *numbers, ttft, "" if result.valid else "INVALID")
+        reasons += [
+            f"{load['concurrency']} at {load['context']}: {flag.code}: {flag.text}"
+            for flag in result.flags
+            if flag.invalidates
+        ]
+    console.print(table)
+    for reason in reasons:
+        console.print(f"INVALID {reason}", markup=False)
+    for context in dict.fromkeys(result.load["context"] for result in results):
+        points = [
+            (r.load["concurrency"], r.metrics["output_throughput"].value)
+            for r in results
+            if r.valid and r.load["context"] == context
+        ]
+        found, why = knee(points)
+        console.print(f"context {context}: " + (f"knee at {found}, {why}" if found is not None else why), markup=False)
 
 
 def write_csv(results: Sequence[Result], path: Path) -> None:
