@@ -420,6 +420,8 @@ def bench_accuracy(
         result.write(output)
     if html is not None:
         write_page([result], html)
+    if not result.valid:
+        raise typer.Exit(1)
 
 
 @bench.command("import")

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from stepfloor.errors import UserError
-from stepfloor.tools.bench.grading import answer_of, is_right
 from stepfloor.tools.bench.client import Client
+from stepfloor.tools.bench.grading import answer_of, is_right
 from stepfloor.tools.bench.metrics import looped
 from stepfloor.tools.bench.proportions import wilson
 from stepfloor.tools.bench.questions import Profile, Question

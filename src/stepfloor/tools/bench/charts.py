@@ -12,7 +12,7 @@ from stepfloor.tools.bench.verdict import Comparison
 # beyond this, lines on one plot cannot be told apart
 MOST_LINES = SERIES
 # tokens a second of a cell, whichever it has
-RATES = ("output_throughput", "sustained_throughput", "decode_throughput")
+RATES = ("output_throughput", "sustained_throughput")
 MOST_BINS, ARRIVALS_A_BIN = 60, 8
 _POINTS = 400
 
@@ -220,7 +220,7 @@ def _cell(result: Result, metrics: Sequence[str]) -> tuple[float, float, float |
 def place(load: Mapping[str, object]) -> tuple[float | None, float]:
     """Where a cell stands in a matrix: requests at once and tokens of context."""
     named = [load.get(k) for k in ("concurrency", "max_concurrency")]
-    contexts = [load.get(k) for k in ("context", "context_tokens", "input_tokens", "input_len")]
+    contexts = [load.get(k) for k in ("context", "context_tokens")]
     concurrency = next((float(v) for v in named if isinstance(v, (int, float))), None)
     return concurrency, next((float(v) for v in contexts if isinstance(v, (int, float))), 0.0)
 

@@ -47,22 +47,22 @@ def run_speed(
     others = [q for q in asked.questions if q not in pinned.questions][:spare]
     load = Load(
         route="chat",
-        prompts="jsonl",
+        dataset_name="jsonl",
         output_len=str(tokens),
         concurrency=concurrency,
-        warm_up=0,
+        num_warmups=0,
         sampling="greedy",
         model=model,
     )
     with tempfile.TemporaryDirectory() as directory:
         measured, warming = (
-            replace(load, prompt_file=str(_put(Path(directory) / name, questions)), num_prompts=len(questions))
+            replace(load, dataset_path=str(_put(Path(directory) / name, questions)), num_prompts=len(questions))
             for name, questions in (("measured.jsonl", pinned.questions), ("warm-up.jsonl", others))
         )
         result = asyncio.run(_measure(url, measured, warming, headers, progress))
     about = {"profile": profile.name, "items": len(pinned.questions), "set_sha256": pinned.digest}
     # the file was written for this run and is gone; its hash stays
-    return replace(result, load={**result.load, **about, "prompt_file": None, "warm_up": len(others)})
+    return replace(result, load={**result.load, **about, "dataset_path": None, "num_warmups": len(others)})
 
 
 async def _measure(

@@ -243,7 +243,7 @@ def _phase(result: Result) -> dict[str, Any]:
         "type": load.get("arrivals", "poisson") if is_open_loop(result) else "concurrency",
         "requests": len(result.requests) or None,
         "concurrency": load.get("concurrency", load.get("max_concurrency")),
-        "rate": load.get("rate", load.get("request_rate")) if is_open_loop(result) else None,
+        "rate": load.get("request_rate") if is_open_loop(result) else None,
     }
     return {key: value for key, value in phase.items() if value is not None}
 

@@ -72,8 +72,8 @@ def is_open_loop(result: Result) -> bool:
     """Whether requests were planned ahead, by what the load says; of an imported one, by its requests."""
     if "arrivals" in result.load:
         return result.load["arrivals"] != "closed"
-    if result.load.get("request_rate") not in (None, "inf"):
-        return True
+    if "request_rate" in result.load:
+        return result.load["request_rate"] not in (None, "inf")
     return any(r.sent_s is not None and r.sent_s > r.planned_s for r in result.requests)
 
 
