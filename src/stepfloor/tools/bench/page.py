@@ -60,6 +60,7 @@ def page(results: Sequence[Result], comparisons: Sequence[Comparison] = ()) -> s
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         f"<style>{_STYLE}</style></head>\n<body><main>\n" + "\n".join(body) + "\n</main></body></html>\n"
     )
 
@@ -248,4 +249,5 @@ def _load(result: Result, name: str) -> str:
     return f"<details><summary>Load and configuration ({escape(name)})</summary>{_table((), rows)}</details>"
 
 
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _STYLE = (Path(__file__).with_name("page.css")).read_text(encoding="utf-8")

@@ -25,7 +25,15 @@ from pathlib import Path
 from typing import Any
 
 from stepfloor.errors import UserError
-from stepfloor.tools.bench.exchange.values import FROM_SENT, Taken, failed_flags, from_sent, is_open_loop, totals
+from stepfloor.tools.bench.exchange.values import (
+    FROM_SENT,
+    Taken,
+    arrival_rate,
+    failed_flags,
+    from_sent,
+    is_open_loop,
+    totals,
+)
 from stepfloor.tools.bench.result import Flag, Metric, Request, Result, Target
 
 TOOL = "aiperf"
@@ -68,7 +76,7 @@ _FIRST_CHUNK_APART = {"tpot_ms": "tpot_after_first_chunk_ms", "per_user_rate": "
 
 def recognises(raw: Mapping[str, Any]) -> bool:
     """Whether a JSON object looks like the tool's summary."""
-    return "aiperf_version" in raw or (isinstance(raw.get("request_latency"), dict) and "request_throughput" in raw)
+    return "aiperf_version" in raw or {"schema_version", "input_config"} <= raw.keys()
 
 
 def read(raw: Mapping[str, Any], path: Path, records: Iterable[Mapping[str, Any]] = ()) -> Result:
@@ -76,7 +84,8 @@ def read(raw: Mapping[str, Any], path: Path, records: Iterable[Mapping[str, Any]
     taken = Taken(raw, path)
     config = raw.get("input_config") or {}
     phases = [p for p in config.get("phases") or () if p.get("name", "profiling") == "profiling"]
-    open_loop = any(p.get("type", "concurrency") != "concurrency" for p in phases)
+    arrivals = next((p["type"] for p in phases if p.get("type", "concurrency") != "concurrency"), "closed")
+    open_loop = arrivals != "closed"
     apart = dict(FROM_SENT) if open_loop else {}
     if (config.get("endpoint") or {}).get("per_chunk_usage"):
         apart |= _FIRST_CHUNK_APART
@@ -98,7 +107,13 @@ def read(raw: Mapping[str, Any], path: Path, records: Iterable[Mapping[str, Any]
     return Result(
         kind="imported",
         target=Target(url=str((endpoint.get("urls") or [""])[0]), model=str(models[0].get("name", ""))),
-        load={"tool": TOOL, "endpoint": endpoint, "datasets": config.get("datasets"), "phases": phases},
+        load={
+            "tool": TOOL,
+            "arrivals": arrivals,
+            "concurrency": next((p["concurrency"] for p in phases if "concurrency" in p), None),
+            "request_rate": next((p["rate"] for p in phases if "rate" in p), None),
+            **{key: config[key] for key in ("endpoint", "datasets", "phases") if key in config},
+        },
         metrics=metrics,
         flags=tuple(flags),
         requests=tuple(read_records(records, open_loop)),
@@ -154,8 +169,9 @@ def read_records(records: Iterable[Mapping[str, Any]], open_loop: bool) -> Itera
     """Requests of the measured phase, in the order of sending; token counts are the server's where it told them."""
     kept = [r for r in records if r["metadata"].get("benchmark_phase", "profiling") == "profiling"]
     kept.sort(key=lambda r: r["metadata"]["request_start_ns"])
-    planned = "credit_issued_ns" if open_loop else "request_start_ns"
-    begin = min((r["metadata"].get(planned) or r["metadata"]["request_start_ns"] for r in kept), default=0)
+    planned = [r["metadata"].get("credit_issued_ns") if open_loop else None for r in kept]
+    planned = [r["metadata"]["request_start_ns"] if at is None else at for r, at in zip(kept, planned, strict=True)]
+    begin = min(planned, default=0)
     for i, record in enumerate(kept):
         about, values = record["metadata"], {k: v["value"] for k, v in (record.get("metrics") or {}).items()}
         sent = (about["request_start_ns"] - begin) / 1e9
@@ -164,7 +180,7 @@ def read_records(records: Iterable[Mapping[str, Any]], open_loop: bool) -> Itera
         gaps = values.get("inter_chunk_latency") or []
         yield Request(
             index=i,
-            planned_s=((about.get(planned) or about["request_start_ns"]) - begin) / 1e9,
+            planned_s=(planned[i] - begin) / 1e9,
             sent_s=sent,
             first_s=first,
             last_s=sent + values["request_latency"] / 1e3 if "request_latency" in values else None,
@@ -189,7 +205,7 @@ def write(result: Result) -> dict[str, Any]:
             "models": {"items": [{"name": result.target.model}]},
             "endpoint": {"urls": [result.target.url], "streaming": True},
             "phases": [_phase(result)],
-            **{k: result.load[k] for k in ("endpoint", "datasets", "phases") if result.load.get(k)},
+            **{key: result.load[key] for key in ("endpoint", "datasets", "phases") if key in result.load},
         },
         "start_time": result.created,
         "is_complete": not any(flag.code == "partial" for flag in result.flags),
@@ -243,7 +259,7 @@ def _phase(result: Result) -> dict[str, Any]:
         "type": load.get("arrivals", "poisson") if is_open_loop(result) else "concurrency",
         "requests": len(result.requests) or None,
         "concurrency": load.get("concurrency", load.get("max_concurrency")),
-        "rate": load.get("request_rate") if is_open_loop(result) else None,
+        "rate": arrival_rate(result) if is_open_loop(result) else None,
     }
     return {key: value for key, value in phase.items() if value is not None}
 

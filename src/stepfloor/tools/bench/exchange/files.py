@@ -25,7 +25,7 @@ def import_file(path: Path) -> tuple[Result, ...]:
     """Every result of a file, or of AIPerf's artifact directory.
 
     Where the file holds its requests, figures are worked out from them as well: those that the tool gives and that
-    differ by more than AGREEMENT are named in a flag, those that it does not give are added.
+    differ by more than AGREEMENT are named in a flag, those that it does not give are added, intervals as well.
 
     Raises UserError for what is no result file of vllm bench serve, AIPerf or llm-inference-bench.
     """
@@ -87,11 +87,21 @@ def _worked_out(result: Result) -> Result:
     if not result.requests or not result.window_s:
         return result
     own = measure(result.requests, result.window_s)
-    apart = [text for name in own if name in result.metrics for text in _apart(name, result.metrics[name], own[name])]
-    added = {name: metric for name, metric in own.items() if name not in result.metrics}
-    flags = result.flags if not apart else (Flag("records_disagree", "; ".join(apart)), *result.flags)
-    origin = {**(result.origin or {}), "worked_out": sorted(added)}
-    return replace(result, metrics={**result.metrics, **added}, flags=flags, origin=origin)
+    metrics = dict(result.metrics)
+    disagreements: list[str] = []
+    for name, metric in own.items():
+        given = result.metrics.get(name)
+        apart = [] if given is None else list(_apart(name, given, metric))
+        disagreements += apart
+        if given is None:
+            metrics[name] = metric
+        elif not apart:  # the tool's figures, with the intervals that it does not give
+            metrics[name] = replace(given, intervals={k: v for k, v in metric.intervals.items() if k in given.stats})
+    flags = result.flags
+    if disagreements:
+        flags = (Flag("records_disagree", "; ".join(disagreements)), *flags)
+    origin = {**(result.origin or {}), "worked_out": sorted(own.keys() - result.metrics.keys())}
+    return replace(result, metrics=metrics, flags=flags, origin=origin)
 
 
 def _apart(name: str, given: Metric, own: Metric) -> Iterator[str]:

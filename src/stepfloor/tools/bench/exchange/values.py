@@ -77,6 +77,15 @@ def is_open_loop(result: Result) -> bool:
     return any(r.sent_s is not None and r.sent_s > r.planned_s for r in result.requests)
 
 
+def arrival_rate(result: Result) -> float:
+    """Requests a second of an open loop: as the load says, or as they were planned."""
+    rate = result.load.get("request_rate")
+    if isinstance(rate, (int, float)):
+        return float(rate)
+    span = max((r.planned_s for r in result.requests), default=0.0)
+    return (len(result.requests) - 1) / span if span else math.inf
+
+
 def from_sent(result: Result) -> dict[str, Metric]:
     """TTFT and E2E counted from sending, made from the requests; empty where there are none."""
     done = [r for r in result.requests if r.error is None and r.sent_s is not None]
