@@ -46,7 +46,7 @@ class Scripted:
         self.values, self.correct = list(values), list(correct)
         self.asked: list[tuple[str, int]] = []
 
-    def load(self, url: str, load: Mapping[str, Any], seed: int) -> Result:
+    def load(self, url: str, load: Mapping[str, Any], seed: int, config: Mapping[str, str]) -> Result:
         self.asked.append((url, seed))
         value = self.values[len(self.asked) - 1]
         if isinstance(value, BaseException):
@@ -141,8 +141,8 @@ def test_an_arm_that_dies_while_it_is_measured(tmp_path: Path) -> None:
     """The client's complaint is not the reason: the arm's end is. The round is repeated with a new process."""
 
     class Killing(Scripted):
-        def load(self, url: str, load: Mapping[str, Any], seed: int) -> Result:
-            found = super().load(url, load, seed)
+        def load(self, url: str, load: Mapping[str, Any], seed: int, config: Mapping[str, str]) -> Result:
+            found = super().load(url, load, seed, config)
             if len(self.asked) == 2:
                 (pid,) = (p for p in _children() if url.rpartition(":")[2] in Path(f"/proc/{p}/cmdline").read_text())
                 os.kill(pid, 9)
@@ -172,13 +172,14 @@ def test_too_many_broken_pairs_are_unresolved(tmp_path: Path) -> None:
     assert conclude(report).winners == ()
 
 
-def test_an_interrupted_comparison_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt(), result(9.0, flags=(Flag("partial", "by hand"),))])
+def test_an_interrupted_comparison_goes_on(tmp_path: Path, interruption: object) -> None:
     """Ctrl-C in the third round: what is there is interim, and the same command ends where one run would have."""
     plan_rates = rates(lambda i: 100.0 + i % 3, lambda i: 110.0 + i % 3, 8)
     with stub(Script()) as server:
         plan = url_plan(server.url)
         with pytest.raises(KeyboardInterrupt):
-            run(plan, tmp_path / "r.json", Scripted([*plan_rates[:5], KeyboardInterrupt()]))
+            run(plan, tmp_path / "r.json", Scripted([*plan_rates[:5], interruption]))
         halfway = conclude(read_report(tmp_path / "r.json"))
         assert not halfway.final
         assert halfway.comparisons[0].verdict.reason.startswith("interim: 2 of 8 rounds")

@@ -17,7 +17,7 @@ def test_identical_arms_are_rarely_called_different() -> None:
 
 
 def test_looks_do_not_add_up() -> None:
-    """Nine looks at 5 % each would call 22 % of these different. 200 with a true 5 % stay below 9.5 % in 99 of 100."""
+    """Nine looks at 5 % each would call 18 % of these different. 200 with a true 5 % stay below 9.5 % in 99 of 100."""
     words, _ = simulate(200, Machine(), SEQUENTIAL)
     assert words["effect"] <= 19
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from stepfloor.errors import UserError
-from stepfloor.tools.bench.arms import check_arms, check_programs, telling
+from stepfloor.tools.bench.arms import check_arms, check_programs, properties, telling
 from stepfloor.tools.bench.launch import BrokenArm, Server, start
 from stepfloor.tools.bench.plan import AccuracyGate, ArmPlan, LookLevel, Plan, order_of
 from stepfloor.tools.bench.report import INTERRUPTED, LOOPED, Look, Report, Run, conclude, metric_of, read_report
@@ -25,12 +25,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """How a server is measured: by load from its URL with a seed, and by an accuracy profile.
+    """How a server is measured: load(url, parameters, seed, how the arm was started), and accuracy(url, gate, seed).
 
     Both raise UserError for what the reader of the plan can fix, which ends the bench.
     """
 
-    load: Callable[[str, Mapping[str, Any], int], Result]
+    load: Callable[[str, Mapping[str, Any], int, Mapping[str, str]], Result]
     accuracy: Callable[[str, AccuracyGate, int], Result]
 
 
@@ -146,11 +146,13 @@ def _measured(run: Run, arm: ArmPlan, report: Report, servers: "_Servers", measu
             if known != identity:
                 return replace(run, broken=f"{arm.name} was {known} before and is {identity} now", identity=identity)
             try:
-                result = measure.load(server.url, report.plan.load, run.seed)
+                result = measure.load(server.url, report.plan.load, run.seed, properties(arm))
             finally:
                 server.check()  # an arm that died is the reason for whatever its client says
     except BrokenArm as error:
         return replace(run, broken=str(error))
+    if any(flag.code == "partial" for flag in result.flags):
+        raise KeyboardInterrupt  # the client ended its run well, and the comparison is to end as well
     flags = [flag for flag in result.flags if flag.invalidates and flag.code != LOOPED]
     broken = "; ".join(f"{arm.name}: {flag.text}" for flag in flags) or None
     return replace(run, identity=identity, result=result, broken=broken)
