@@ -30,6 +30,7 @@ INVALID_CODES = {
     "first_runs_differ": "the first requests were slower or faster than the rest, more than chance explains",
     "does_not_fit": "prompt and answer are longer than the model's context",
     "prompt_tokens_differ": "prompts had other lengths than those asked for",
+    "cached_prompts": "prompts that should be new were in the server's cache",
     "repeated_prompts": "a prompt was measured more than once",
     "client_overloaded": "this client was too slow, so the times are its own",
     "unstarted": "the target did not answer",
