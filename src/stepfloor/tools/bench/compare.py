@@ -125,7 +125,7 @@ def _check_loads(base: Sequence[Result], arm: Sequence[Result], names: tuple[str
         differ = _differences(_told(a.load), _told(b.load), names)
         if differ:
             raise UserError(
-                f"pair {i} was measured with two loads: {'; '.join(differ)}; measure both with the same one, seed included"
+                f"pair {i} was measured with two loads: {'; '.join(differ)}; measure both with one load and one seed"
             )
 
 
@@ -139,7 +139,7 @@ def _check_configs(
     """What the two configurations differ in, in words."""
     for name, results in zip(names, (base, arm), strict=True):
         for result in results:
-            if not result.target.config:
+            if not result.target.config and result.kind != "accuracy":
                 raise UserError(
                     f"a result of {name} does not say how its server was started, so nobody knows what is compared; "
                     "measure with --server-config, or with `stepfloor bench ab`"

@@ -141,7 +141,7 @@ class Report:
         partial = path.with_name(path.name + ".partial")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps(_finite(raw), allow_nan=False) + "\n", encoding="utf-8")
+            partial.write_text(json.dumps(finite(raw), allow_nan=False) + "\n", encoding="utf-8")
             partial.replace(path)
         except OSError as error:
             raise UserError(f"cannot write {path}: {error.strerror}; pass a path in a directory of yours") from None
@@ -174,14 +174,14 @@ def is_report(path: Path) -> bool:
         return False
 
 
-def _finite(raw: Any) -> Any:
+def finite(raw: Any) -> Any:
     """The same with None for numbers that JSON does not have."""
     if isinstance(raw, float):
         return raw if math.isfinite(raw) else None
     if isinstance(raw, Mapping):
-        return {str(name): _finite(value) for name, value in raw.items()}
+        return {str(name): finite(value) for name, value in raw.items()}
     if isinstance(raw, Sequence) and not isinstance(raw, str):
-        return [_finite(value) for value in raw]
+        return [finite(value) for value in raw]
     return raw
 
 

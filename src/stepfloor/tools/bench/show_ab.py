@@ -1,4 +1,4 @@
-"""Show comparisons on a terminal: runs in their order, differences with their intervals, verdicts with their reasons."""
+"""Comparisons on a terminal: runs in their order, differences with intervals, verdicts with reasons."""
 
 from collections.abc import Sequence
 from statistics import fmean
@@ -9,10 +9,8 @@ from rich.table import Table
 from stepfloor.tools.bench.compare import Stored
 from stepfloor.tools.bench.report import Outcome, Report, Run, metric_of
 from stepfloor.tools.bench.result import Telemetry
+from stepfloor.tools.bench.show import RATES
 from stepfloor.tools.bench.verdict import Comparison
-
-# beside any rate: how fast the engine steps, and how many tokens a step brings
-_BESIDE = ("output_throughput", "steps_per_s", "acceptance_length")
 
 
 def show_report(report: Report, outcome: Outcome, console: Console) -> None:
@@ -23,9 +21,10 @@ def show_report(report: Report, outcome: Outcome, console: Console) -> None:
     for difference in report.differences:
         console.print(f"variable {difference}")
     console.print(report.stated)
-    console.print(_runs(report))
-    console.print(_means(report))
-    console.print(_comparisons(outcome.comparisons))
+    for table in (_runs(report), _means(report), _comparisons(outcome.comparisons)):
+        console.print()
+        console.print(table)
+    console.print()
     for c in outcome.comparisons:
         _notes(c, console)
     for i, look in enumerate(report.looks[:-1], 1):
@@ -67,13 +66,20 @@ def show_stored(stored: Stored, console: Console) -> None:
 
 def _runs(report: Report) -> Table:
     first = report.plan.metrics[0].metric
-    table = Table("run", "round", "arm", first, "clock", "temperature", "", title="in the order they ran")
+    table = _table("run", "round", "arm", first, "clock", "temperature", "")
     for run in report.runs:
         found = None if run.result is None else metric_of(run.result, first)
-        value = "" if found is None else f"{found[0]:.5g} {found[1]}"
+        value = "-" if found is None else f"{found[0]:.5g} {found[1]}"
         clock, temperature = _climate(None if run.result is None else run.result.telemetry)
         why = "" if run.broken is None else f"does not count: {run.broken}"
         table.add_row(str(run.at + 1), str(run.round + 1), run.arm, value, clock, temperature, why)
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
     return table
 
 
@@ -90,13 +96,11 @@ def _climate(telemetry: Telemetry | None) -> tuple[str, str]:
 
 def _means(report: Report) -> Table:
     """Rates never alone: what the engine does a second, and what a step of it brings."""
-    table = Table("arm", *_BESIDE, "ms_per_step", title="means of the rounds that count")
+    table = _table("means", *RATES)
     for arm in report.plan.names:
         runs = [run for runs in report.whole for run in runs if run.arm == arm]
-        cells = [_mean(runs, name) for name in _BESIDE]
-        steps = cells[_BESIDE.index("steps_per_s")]
-        shown = ["-" if value is None else f"{value:.5g}" for value in (*cells, 1000 / steps if steps else None)]
-        table.add_row(arm, *shown)
+        means = (_mean(runs, name) for name in RATES)
+        table.add_row(arm, *("-" if mean is None else f"{mean:.5g}" for mean in means))
     return table
 
 
@@ -107,28 +111,32 @@ def _mean(runs: Sequence[Run], name: str) -> float | None:
 
 
 def _comparisons(comparisons: Sequence[Comparison]) -> Table:
-    table = Table("metric", "base", "arm", "difference", "interval", "bootstrap", "p", "level", "pairs", "verdict")
+    table = _table("metric", "base", "arm", "difference", "interval", "p", "verdict")
     for c in comparisons:
         row = [c.series.metric, f"{c.base_mean:.5g}", f"{c.series.arm_name} {c.arm_mean:.5g}"]
-        if c.paired is None or c.interval is None or c.level is None:
-            row += [""] * 5
+        if c.paired is None or c.interval is None:
+            row += [""] * 3
         else:
-            spans = [
-                "-" if span is None else f"{c.show(span[0])} to {c.show(span[1])}" for span in (c.interval, c.bootstrap)
-            ]
-            row += [c.show(c.paired.mean), *spans, f"{c.paired.p:.2g}", f"{c.level:.2g}"]
-        table.add_row(*row, str(len(c.series.rounds)), c.verdict.word)
+            span = f"{c.show(c.interval[0])} to {c.show(c.interval[1])}"
+            row += [c.show(c.paired.mean), span, f"{c.paired.p:.2g}"]
+        table.add_row(*row, c.verdict.word)
     return table
 
 
 def _notes(c: Comparison, console: Console) -> None:
-    if c.paired is not None and c.detectable is not None:
-        lag = "" if c.autocorrelation is None else f"; lag-1 autocorrelation {c.autocorrelation[0]:+.2f}"
-        trend = "" if c.drift is None else f"; drift {c.show(c.drift.per_run)} a run"
-        console.print(
-            f"{c.series.metric}: t = {c.paired.t:.2f}, {c.paired.df} degrees of freedom, {c.paired.positive} of "
-            f"{c.paired.n} positive; with this noise {c.show(c.detectable).removeprefix('+')} would be found 8 times "
-            f"of 10{lag}{trend}"
-        )
+    if c.paired is None or c.detectable is None or c.level is None:
+        return
+    parts = [
+        f"t = {c.paired.t:.2f}, {c.paired.df} degrees of freedom, {c.paired.positive} of {c.paired.n} positive",
+        f"p is held against {c.level:.3g}, the interval's level is {1 - c.level:.2%}",
+        f"with this noise {c.show(c.detectable).removeprefix('+')} would be found 8 times of 10",
+    ]
+    if c.bootstrap is not None:
+        parts.append(f"bootstrap {c.show(c.bootstrap[0])} to {c.show(c.bootstrap[1])}")
+    if c.autocorrelation is not None:
+        parts.append(f"lag-1 autocorrelation {c.autocorrelation[0]:+.2f}")
+    if c.drift is not None:
+        parts.append(f"drift {c.show(c.drift.per_run)} a run ({c.show(c.drift.low)} to {c.show(c.drift.high)})")
+    console.print(f"{c.series.metric}: {'; '.join(parts)}")
     for note in c.notes:
         console.print(f"{c.series.metric}: {note}", style="yellow")
