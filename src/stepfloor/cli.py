@@ -419,6 +419,168 @@ def bench_step(
     run_and_report(checkpoint, plan, model is None, commit, output)
 
 
+Url = Annotated[str, typer.Argument(help="Any OpenAI-compatible server: http://127.0.0.1:8000.")]
+Route = Annotated[str, typer.Option(help="completions or chat.")]
+Dataset = Annotated[str, typer.Option(help="random, unique (no n-gram twice), code, sharegpt or jsonl.")]
+PrefixShare = Annotated[float, typer.Option(help="Share of each prompt that is the same in all, 0 to 1.")]
+Warmups = Annotated[
+    int | None, typer.Option(help="Requests before the window, with other prompts; one for each at once, at least 2.")
+]
+Seed = Annotated[int, typer.Option(help="Of prompts, arrivals and sampling; the same one sends the same bytes.")]
+Sampling = Annotated[
+    str, typer.Option(help="model (temperature 1, top-p 0.95, top-k 20), greedy, server (nothing sent) or JSON.")
+]
+ExtraBody = Annotated[str | None, typer.Option(help="JSON: more fields of every request.")]
+Served = Annotated[str | None, typer.Option("--model", help="Of those that the server lists; the first without it.")]
+TokenizerFile = Annotated[str | None, typer.Option(help="tokenizer.json for exact lengths; the server's without it.")]
+VocabSize = Annotated[int | None, typer.Option(help="Random ids below this, where there is no tokenizer.")]
+Timeout = Annotated[float, typer.Option(help="Seconds that a request may take.")]
+ApiKey = Annotated[str | None, typer.Option(help="Sent as Authorization: Bearer KEY.")]
+Header = Annotated[list[str] | None, typer.Option(help="'name: value' of every request; may be given more than once.")]
+ServerConfig = Annotated[
+    str | None, typer.Option(help="JSON, or a file of it: how the server was started. Comparisons want it.")
+]
+Csv = Annotated[Path | None, typer.Option(help="Write a row for each statistic here.")]
+Html = Annotated[Path | None, typer.Option(help="Write a page with charts here.")]
+
+
+@bench.command("serve")
+def bench_serve(
+    url: Url,
+    route: Route = "completions",
+    dataset_name: Dataset = "random",
+    dataset_path: Annotated[str | None, typer.Option(help="File of sharegpt or jsonl.")] = None,
+    input_len: Annotated[str, typer.Option(help="Tokens of a prompt: 512, uniform:128:1k, lognormal:512:0.5:4k.")] = (
+        "512"
+    ),
+    output_len: Annotated[
+        str | None, typer.Option(help="Tokens of an answer, likewise; 128, or what the file says.")
+    ] = None,
+    prefix_share: PrefixShare = 0.0,
+    num_prompts: Annotated[
+        int | None, typer.Option(help="Measured requests; 8 for each at once, at least 16, or the whole trace.")
+    ] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(help="Requests at once; with --arrivals, the most that may be at once.")
+    ] = None,
+    duration: Annotated[float | None, typer.Option(help="Seconds of a closed loop, in place of --num-prompts.")] = None,
+    arrivals: Annotated[
+        str, typer.Option(help="closed: the next request when one ends; poisson, constant or trace: when it is due.")
+    ] = "closed",
+    request_rate: Annotated[float | None, typer.Option(help="Requests a second of poisson and constant.")] = None,
+    burstiness: Annotated[float, typer.Option(help="Below 1: poisson arrivals come in bursts.")] = 1.0,
+    trace_file: Annotated[str | None, typer.Option(help="Arrivals: seconds a line, or Mooncake's JSON lines.")] = None,
+    num_warmups: Warmups = None,
+    seed: Seed = 0,
+    sampling: Sampling = "model",
+    ignore_eos: Annotated[bool, typer.Option(help="Make answers as long as asked.")] = True,
+    plain: Annotated[bool, typer.Option("--plain", help="Send only fields that OpenAI knows.")] = False,
+    extra_body: ExtraBody = None,
+    goodput: Annotated[str, typer.Option(help="Limits in ms: 'ttft:500 tpot:50 e2el:9000'.")] = "",
+    model: Served = None,
+    tokenizer: TokenizerFile = None,
+    vocab_size: VocabSize = None,
+    timeout: Timeout = 600.0,
+    api_key: ApiKey = None,
+    header: Header = None,
+    server_config: ServerConfig = None,
+    output: Annotated[Path | None, typer.Option(help="Write the result here, as JSON.")] = None,
+    csv: Csv = None,
+    html: Html = None,
+) -> None:
+    """Measure any OpenAI-compatible server: latencies, rates, steps, acceptance. Exit code 1 for an invalid result."""
+    from stepfloor.tools.bench.command import Where, json_object, serve
+    from stepfloor.tools.bench.load import Load
+
+    if output_len is None and dataset_name not in ("sharegpt", "jsonl"):
+        output_len = "128"
+    load = Load(
+        route=route,
+        dataset_name=dataset_name,
+        dataset_path=dataset_path,
+        input_len=input_len,
+        output_len=output_len,
+        prefix_share=prefix_share,
+        num_prompts=num_prompts,
+        concurrency=concurrency,
+        duration_s=duration,
+        arrivals=arrivals,
+        request_rate=request_rate,
+        burstiness=burstiness,
+        trace_file=trace_file,
+        num_warmups=num_warmups,
+        seed=seed,
+        sampling=sampling,
+        ignore_eos=ignore_eos,
+        plain=plain,
+        extra_body=json_object(extra_body, "--extra-body"),
+        goodput=goodput,
+        model=model,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        timeout_s=timeout,
+    )
+    if not serve(Where(url, api_key, tuple(header or ()), server_config, output, csv, html), load):
+        raise typer.Exit(1)
+
+
+@bench.command("matrix")
+def bench_matrix(
+    url: Url,
+    concurrency: Annotated[str, typer.Option(help="Requests at once; a list.")] = "1,4,8,16",
+    context: Annotated[str, typer.Option(help="Tokens of the prompts; a list like 0,16k,64k.")] = "0",
+    seconds: Annotated[float, typer.Option(help="Of decode in each cell.")] = 30.0,
+    measure: Annotated[
+        str, typer.Option(help="decode: when all have their first token; whole: as bench serve does.")
+    ] = "decode",
+    output_len: Annotated[str, typer.Option(help="Tokens an answer may grow to in a cell; a cell ends with it.")] = (
+        "8k"
+    ),
+    again: Annotated[bool, typer.Option("--again", help="Measure invalid cells of the output once more.")] = False,
+    route: Route = "completions",
+    dataset_name: Dataset = "random",
+    prefix_share: PrefixShare = 0.0,
+    num_warmups: Warmups = None,
+    seed: Seed = 0,
+    sampling: Sampling = "model",
+    extra_body: ExtraBody = None,
+    model: Served = None,
+    tokenizer: TokenizerFile = None,
+    vocab_size: VocabSize = None,
+    timeout: Timeout = 600.0,
+    api_key: ApiKey = None,
+    header: Header = None,
+    server_config: ServerConfig = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Write a result a line here, and go on with what is here.")
+    ] = None,
+    csv: Csv = None,
+    html: Html = None,
+) -> None:
+    """Measure decode at several concurrencies and contexts. Exit code 1 if a cell is missing or invalid."""
+    from stepfloor.tools.bench.command import Where, counts, json_object, measure_matrix
+    from stepfloor.tools.bench.load import Load
+    from stepfloor.tools.bench.matrix import Grid
+
+    load = Load(
+        route=route,
+        dataset_name=dataset_name,
+        output_len=output_len,
+        prefix_share=prefix_share,
+        num_warmups=num_warmups,
+        seed=seed,
+        sampling=sampling,
+        extra_body=json_object(extra_body, "--extra-body"),
+        model=model,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        timeout_s=timeout,
+    )
+    grid = Grid(counts(concurrency, "--concurrency", 1), counts(context, "--context", 0), seconds, measure, load)
+    if not measure_matrix(Where(url, api_key, tuple(header or ()), server_config, output, csv, html), grid, again):
+        raise typer.Exit(1)
+
+
 @bench.command("ab")
 def bench_ab(
     plan: Annotated[Path, typer.Argument(help="A plan in TOML: arms, the variable, metrics, rounds, load, gates.")],

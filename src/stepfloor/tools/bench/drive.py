@@ -7,7 +7,7 @@ arrivals, whatever the server does. Both times are kept: when it was planned and
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from stepfloor.tools.bench.answer import Answer
@@ -17,6 +17,7 @@ from stepfloor.tools.bench.prompts import Prompt
 from stepfloor.tools.bench.result import Request
 
 SHOWN_BODY = 300
+LOOK_EVERY_S = 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,21 +111,25 @@ class Driver:
         tasks = [asyncio.ensure_future(at_its_time(job, self.begin + at)) for job, at in zip(jobs, at_s, strict=True)]
         await _all(tasks, None)
 
-    async def wave(self, jobs: Sequence[Job], decode_s: float, on_decode: Callable[[], asyncio.Task[None]]) -> None:
-        """Send all at once. From the moment that each has its first token, let them decode for so long.
+    async def wave(
+        self, jobs: Sequence[Job], settle_s: float, decode_s: float, mark: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Send all at once, and look at their decoding alone, however long their prompts took.
 
-        on_decode is called at that moment. The wave ends when the time is over or when the first answer ends.
+        mark is awaited when each has its first token and settle_s have passed since, and again after decode_s or when
+        the first answer ends. Then all are cut.
         """
         await self._get_ready(len(jobs))
         tasks = [asyncio.ensure_future(self._visit(job, None)) for job in jobs]
         try:
-            while not all(visit.answer.chunk_s for visit in self.visits) or len(self.visits) < len(tasks):
+            while len(self.visits) < len(tasks) or not all(visit.answer.chunk_s for visit in self.visits):
                 if any(task.done() for task in tasks):
                     break
-                await asyncio.sleep(0.002)
-            started = on_decode()
+                await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.wait(tasks, timeout=settle_s, return_when=asyncio.FIRST_COMPLETED)
+            await mark()
             await asyncio.wait(tasks, timeout=decode_s, return_when=asyncio.FIRST_COMPLETED)
-            await started
+            await mark()
         finally:
             await _cut(tasks)
 

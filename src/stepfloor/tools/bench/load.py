@@ -29,22 +29,22 @@ class Load:
     """What to send.
 
     route         completions or chat
-    prompts       a kind of prompts.KINDS; prompt_file for sharegpt and jsonl
+    dataset_name  a kind of prompts.KINDS; dataset_path for sharegpt and jsonl
     input_len, output_len    tokens, as prompts.Lengths reads them; output_len None takes the file's own
     prefix_share  share of each prompt that is the same in all
     num_prompts   measured requests; None: 8 for each of the concurrency, at least 16, or the whole trace
     concurrency   requests in flight in a closed loop; in an open loop the most that may be, None any number
     duration_s    a closed loop ends after so many seconds, not after num_prompts
-    arrivals      closed, poisson, constant (both with rate, in requests/s) or trace (with trace_file)
-    warm_up       requests before the window, with other prompts; None: one for each of the concurrency, at least 2
+    arrivals      closed, poisson, constant (both with request_rate, a second) or trace (with trace_file)
+    num_warmups   requests before the window, with other prompts; None: one for each of the concurrency, at least 2
     sampling      model (what the checkpoint says), greedy, server (nothing is sent) or a JSON object
     plain         send no field that OpenAI does not know: answers then end where they will
     goodput       limits in ms: "ttft:500 tpot:50"
     """
 
     route: str = "completions"
-    prompts: str = "random"
-    prompt_file: str | None = None
+    dataset_name: str = "random"
+    dataset_path: str | None = None
     input_len: str = "512"
     output_len: str | None = "128"
     prefix_share: float = 0.0
@@ -52,10 +52,10 @@ class Load:
     concurrency: int | None = None
     duration_s: float | None = None
     arrivals: str = "closed"
-    rate: float | None = None
+    request_rate: float | None = None
     burstiness: float = 1.0
     trace_file: str | None = None
-    warm_up: int | None = None
+    num_warmups: int | None = None
     seed: int = 0
     sampling: str = "model"
     ignore_eos: bool = True
@@ -94,8 +94,8 @@ class Load:
             count = max(16, round(users * DURATION_RATE * self.duration_s))
         else:
             count = max(16, 8 * users)
-        warm_up = max(2, users) if self.warm_up is None else self.warm_up
-        return replace(self, num_prompts=count, concurrency=concurrency, warm_up=warm_up)
+        warm_ups = max(2, users) if self.num_warmups is None else self.num_warmups
+        return replace(self, num_prompts=count, concurrency=concurrency, num_warmups=warm_ups)
 
     def sampling_values(self) -> dict[str, Any]:
         """The sampling fields that are sent."""
@@ -113,20 +113,20 @@ class Load:
         """The prompts of it."""
         trace = arrivals.read_trace(Path(self.trace_file)) if self.trace_file else None
         return PromptPlan(
-            self.prompts,
+            self.dataset_name,
             self.route == "chat",
             self.seed,
             Lengths.parse(self.input_len, "--input-len"),
             None if self.output_len is None else Lengths.parse(self.output_len, "--output-len"),
             self.prefix_share,
-            None if self.prompt_file is None else Path(self.prompt_file),
+            None if self.dataset_path is None else Path(self.dataset_path),
             None if trace is None else trace.input_tokens,
             None if trace is None else trace.output_tokens,
         )
 
     def arrival_times(self) -> tuple[float, ...]:
         """Seconds from the window's begin, of an open loop that is resolved."""
-        count, rate = self.num_prompts or 0, self.rate or 0.0
+        count, rate = self.num_prompts or 0, self.request_rate or 0.0
         if self.arrivals == "poisson":
             return arrivals.poisson(count, rate, self.seed, self.burstiness)
         if self.arrivals == "constant":
@@ -154,7 +154,7 @@ class Load:
     def stored(self) -> dict[str, Any]:
         """As a result keeps it: with the values that names stand for, and the contents of files by their hash."""
         stored: dict[str, Any] = {**asdict(self), "sampling_values": self.sampling_values()}
-        for name, path in (("prompt_file", self.prompt_file), ("trace_file", self.trace_file)):
+        for name, path in (("dataset_path", self.dataset_path), ("trace_file", self.trace_file)):
             if path is not None:
                 stored[f"{name}_sha256"] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
         return stored
@@ -162,12 +162,20 @@ class Load:
     def _check(self) -> None:
         for name, value, allowed in (
             ("route", self.route, tuple(ROUTES)),
-            ("prompts", self.prompts, KINDS),
+            ("dataset-name", self.dataset_name, KINDS),
             ("arrivals", self.arrivals, ARRIVALS),
         ):
             if value not in allowed:
                 raise UserError(f"--{name} is one of {', '.join(allowed)}; got {value!r}")
-        for name in ("num_prompts", "concurrency", "duration_s", "rate", "vocab_size", "timeout_s", "burstiness"):
+        for name in (
+            "num_prompts",
+            "concurrency",
+            "duration_s",
+            "request_rate",
+            "vocab_size",
+            "timeout_s",
+            "burstiness",
+        ):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise UserError(f"--{name.removesuffix('_s').replace('_', '-')} must be more than 0; got {value}")
@@ -175,14 +183,14 @@ class Load:
             raise UserError(f"--prefix-share is a share from 0 to 1; got {self.prefix_share}")
         if self.seed < 0:
             raise UserError(f"--seed must not be negative; got {self.seed}")
-        if (self.warm_up or 0) < 0:
-            raise UserError(f"--warm-up must not be negative; got {self.warm_up}")
-        if self.arrivals in ("poisson", "constant") and self.rate is None:
-            raise UserError(f"--arrivals {self.arrivals} wants --rate in requests a second")
+        if (self.num_warmups or 0) < 0:
+            raise UserError(f"--num-warmups must not be negative; got {self.num_warmups}")
+        if self.arrivals in ("poisson", "constant") and self.request_rate is None:
+            raise UserError(f"--arrivals {self.arrivals} wants --request-rate in requests a second")
         if self.arrivals == "trace" and self.trace_file is None:
             raise UserError("--arrivals trace wants --trace-file")
-        if self.rate is not None and self.arrivals not in ("poisson", "constant"):
-            raise UserError(f"--rate goes with --arrivals poisson or constant; got --arrivals {self.arrivals}")
+        if self.request_rate is not None and self.arrivals not in ("poisson", "constant"):
+            raise UserError(f"--request-rate goes with --arrivals poisson or constant; got --arrivals {self.arrivals}")
         if self.duration_s is not None and self.arrivals != "closed":
             raise UserError("--duration goes with a closed loop; pass --num-prompts for an open one")
         if self.arrivals == "trace" and self.num_prompts is not None:

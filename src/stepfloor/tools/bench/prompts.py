@@ -193,7 +193,7 @@ async def _fit_chat(ids: list[int], length: int, output: int, tokens: Tokens) ->
 
 async def _from_file(plan: PromptPlan, count: int, tokens: Tokens | None, stream: int) -> list[Prompt]:
     if plan.file is None:
-        raise UserError(f"{plan.kind} prompts are read from a file; pass --prompt-file")
+        raise UserError(f"{plan.kind} prompts are read from a file; pass --dataset-path")
     rows = _read_sharegpt(plan.file) if plan.kind == "sharegpt" else _read_jsonl(plan.file)
     rows = list({json.dumps(row.value): row for row in rows}.values())
     order = np.random.default_rng([plan.seed, _BODY]).permutation(len(rows))

@@ -11,11 +11,14 @@ from rich.table import Table
 
 from stepfloor.errors import UserError
 from stepfloor.tools.bench.drive import Visit
+from stepfloor.tools.bench.matrix import knee
 from stepfloor.tools.bench.result import Metric, Result
 
 # always shown together: a rate of tokens alone does not compare machines
 RATES = ("output_throughput", "steps_per_s", "ms_per_step", "acceptance_length")
 DISTRIBUTIONS = ("ttft_ms", "ttft_from_sent_ms", "itl_ms", "tpot_ms", "e2e_ms", "per_user_rate", "send_delay_ms")
+CSV_HEAD = ("created", "kind", "url", "model", "concurrency", "input_len", "valid", "flags")
+CSV_METRIC = ("metric", "statistic", "value", "low", "high", "unit", "count")
 COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
 
 
@@ -92,15 +95,47 @@ def show(result: Result, console: Console | None = None) -> None:
         console.print(f"GPU: unavailable ({result.telemetry.unavailable})", markup=False)
 
 
+def show_matrix(results: Sequence[Result], console: Console | None = None) -> None:
+    """Print cells, one a row, and where each context's curve bends. Invalid cells are marked, and no part of it."""
+    console = console or Console(highlight=False, soft_wrap=True)
+    if not results:
+        console.print("no cell was measured")
+        return
+    console.print(f"{results[0].target.model} at {results[0].target.url}", markup=False)
+    table = Table(box=None, pad_edge=False)
+    for name in ("context", "at once", "tokens/s", "per user", "steps/s", "ms/step", "acceptance", "ttft p50 ms", ""):
+        table.add_column(name, justify="right")
+    reasons: list[str] = []
+    for result in results:
+        metrics, load = result.metrics, result.load
+        names = ("output_throughput", "per_user_rate", "steps_per_s", "ms_per_step", "acceptance_length")
+        numbers = [f"{metrics[n].value:.4g}" if n in metrics else "-" for n in names]
+        ttft = f"{metrics['ttft_ms'].stats['p50']:.0f}" if "ttft_ms" in metrics else "-"
+        table.add_row(str(load["context"]), str(load["concurrency"]), *numbers, ttft, "" if result.valid else "INVALID")
+        reasons += [
+            f"{load['concurrency']} at {load['context']}: {flag.code}: {flag.text}"
+            for flag in result.flags
+            if flag.invalidates
+        ]
+    console.print(table)
+    for reason in reasons:
+        console.print(f"INVALID {reason}", markup=False)
+    for context in dict.fromkeys(result.load["context"] for result in results):
+        points = [
+            (r.load["concurrency"], r.metrics["output_throughput"].value)
+            for r in results
+            if r.valid and r.load["context"] == context
+        ]
+        found, why = knee(points)
+        console.print(f"context {context}: " + (f"knee at {found}, {why}" if found is not None else why), markup=False)
+
+
 def write_csv(results: Sequence[Result], path: Path) -> None:
     """A row for each statistic of each metric. Raises UserError if it cannot be written."""
     try:
         with path.open("w", newline="", encoding="utf-8") as out:
             rows = csv.writer(out)
-            rows.writerow(
-                ("created", "kind", "url", "model", "concurrency", "input_len", "valid", "flags")
-                + ("metric", "statistic", "value", "low", "high", "unit", "count")
-            )
+            rows.writerow((*CSV_HEAD, *CSV_METRIC))
             for result in results:
                 load = result.load
                 codes = " ".join(flag.code for flag in result.flags)
@@ -119,9 +154,11 @@ def _load_line(result: Result) -> str:
     if load.get("arrivals", "closed") == "closed":
         how = f"{load.get('concurrency')} at once"
     else:
-        how = f"{load['arrivals']} arrivals" + (f", {load['rate']:g} a second" if load.get("rate") else "")
+        how = f"{load['arrivals']} arrivals" + (
+            f", {load['request_rate']:g} a second" if load.get("request_rate") else ""
+        )
     measured = f"{len(result.requests)} requests in {result.window_s or 0:.1f} s"
-    lengths = f"{load.get('prompts')} prompts of {load.get('input_len')}, answers of {load.get('output_len')}"
+    lengths = f"{load.get('dataset_name')} prompts of {load.get('input_len')}, answers of {load.get('output_len')}"
     return f"{measured}, {how}; {lengths} tokens; seed {load.get('seed')}"
 
 
