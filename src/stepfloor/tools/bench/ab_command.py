@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -47,10 +48,14 @@ def run_ab(
         plan = plan.against_itself()
     _check(plan)
     file = output or path.with_suffix(".null.json" if null else ".report.json")
+    # whoever ends this process must not leave servers behind that hold a GPU's memory
+    before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         report = run_plan(plan, file, path.parent, environment, measure(), lambda line: print(line, file=sys.stderr))
     except KeyboardInterrupt:
         raise UserError(f"interrupted; {file} keeps what was measured, and the same command goes on") from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
     outcome = conclude(report)
     if html is not None:
         write_page([r.result for r in report.runs if r.result is not None], html, outcome.comparisons)
@@ -82,6 +87,10 @@ def compare_stored(
         print(json.dumps(finite(asdict(stored)), allow_nan=False))
     else:
         show_stored(stored, _console())
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
 
 
 def measure() -> Measure:
