@@ -685,6 +685,45 @@ def bench_matrix(
         raise typer.Exit(1)
 
 
+@bench.command("ab")
+def bench_ab(
+    plan: Annotated[Path, typer.Argument(help="A plan in TOML: arms, the variable, metrics, rounds, load, gates.")],
+    output: Annotated[
+        Path | None, typer.Option(help="The report; PLAN.report.json without it. Goes on if begun.")
+    ] = None,
+    null: Annotated[bool, typer.Option("--null", help="The first arm against itself: the noise floor.")] = False,
+    null_report: Annotated[Path | None, typer.Option(help="Take noise and floor from a report of --null.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with charts here too.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the outcome as one JSON object.")] = False,
+) -> None:
+    """Compare two arms or more in interleaved rounds: effect, no effect, or unresolved."""
+    from stepfloor.tools.bench.ab_command import run_ab
+
+    run_ab(plan, dict(os.environ), output=output, null=null, null_report=null_report, html=html, as_json=json)
+
+
+@bench.command("compare")
+def bench_compare(
+    base: Annotated[
+        str, typer.Argument(metavar="A", help="Results of one arm: a file, files with commas, a directory.")
+    ],
+    arm: Annotated[str, typer.Argument(metavar="B", help="Results of the other, in the order of their pairs.")],
+    metric: Annotated[
+        list[str] | None, typer.Option(help="NAME, or NAME=MARGIN as in ttft_ms.p99=5%; may be given more than once.")
+    ] = None,
+    variable: Annotated[
+        list[str] | None, typer.Option(help="What the servers may differ in; may be given more than once.")
+    ] = None,
+    alpha: Annotated[float, typer.Option(min=0.0001, max=0.4, help="Error rate of all metrics together.")] = 0.05,
+    html: Annotated[Path | None, typer.Option(help="Write a page with charts here too.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Compare stored results in pairs; items of accuracy runs one by one."""
+    from stepfloor.tools.bench.ab_command import compare_stored
+
+    compare_stored(base, arm, metric or (), variable or (), alpha, html=html, as_json=json)
+
+
 def _integers(text: str, option: str, least: int) -> tuple[int, ...]:
     """The integers of a comma-separated list."""
     try:
