@@ -11,7 +11,7 @@ import pytest
 from benchmarks.page_screenshot import boxes, find_browser, screenshot
 from stepfloor.errors import UserError
 from stepfloor.tools.bench import metrics
-from stepfloor.tools.bench.charts import charts, place
+from stepfloor.tools.bench.charts import charts, labels, place
 from stepfloor.tools.bench.exchange.files import import_file
 from stepfloor.tools.bench.page import page, write_page
 from stepfloor.tools.bench.plot import Axis, Plot, short
@@ -175,6 +175,27 @@ def test_a_verdict_shows_its_pairs() -> None:
     assert chart.svg.count("<circle") == 11
     assert chart.svg.count('class="end') == 2
     assert "would not matter" in chart.svg
+
+
+def test_the_rounds_of_an_arm_share_a_line_and_have_a_row_each() -> None:
+    rounds = [one(), one(), one(), one()]
+    text = page(rounds, pairs(), ["k=0", "k=3", "k=3", "k=0"])
+    for name in ("k=0, 1", "k=0, 2", "k=3, 1", "k=3, 2"):
+        assert f'<th scope="row">{name}</th>' in text
+    found = {c.id: c for c in charts(rounds, (), ["k=0", "k=3", "k=3", "k=0"])}
+    assert found["ttft"].legend == ("k=0", "k=3")
+    assert "24 values" in page(rounds[:2], (), ["k=0", "k=0"])
+
+
+def test_a_result_is_named_by_what_it_differs_in() -> None:
+    """Two runs differ in their seeds always; that is no name."""
+    first, second = one(), one()
+    differs = [replace(first, load={"seed": 1, "k": 0}), replace(second, load={"seed": 2, "k": 3})]
+    assert labels(differs) == ("k 0", "k 3")
+    same = [replace(r, load={"seed": i}) for i, r in enumerate((first, second))]
+    assert labels(same) == ("stub 1", "stub 2")
+    arms = [replace(r, target=replace(r.target, config={"argv": f"--k {i}"})) for i, r in enumerate(same)]
+    assert labels(arms) == ("argv --k 0", "argv --k 1")
 
 
 def test_requests_in_flight_and_tokens_are_those_of_the_requests() -> None:
