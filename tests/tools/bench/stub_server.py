@@ -109,8 +109,8 @@ class StubServer:
                     await self._generate(path, body, received, writer)
                 else:
                     self._plain(path, body, writer)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+            pass  # the client has gone, or the block has ended
         finally:
             writer.close()
 
@@ -311,9 +311,18 @@ def stub(
     try:
         yield server
     finally:
-        loop.call_soon_threadsafe(listening.close)
+        asyncio.run_coroutine_threadsafe(_stop(listening), loop).result(10)
         loop.call_soon_threadsafe(loop.stop)
         thread.join(10)
+        loop.close()
+
+
+async def _stop(listening: asyncio.Server) -> None:
+    listening.close()
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 def main() -> None:

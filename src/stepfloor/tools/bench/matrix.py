@@ -206,7 +206,7 @@ def _conclude_decode(session: Session, seen: Seen, begin_s: float, end_s: float,
     flags = checks.check_requests(requests, load)
     grown = seen.grown()
     metrics = decode_metrics(requests, begin_s, end_s, load.seed)
-    metrics = {**(server_metrics(grown) if grown is not None else {}), **metrics}
+    metrics = {**(server_metrics(grown, window_s) if grown is not None else {}), **metrics}
     if None in counts and not any(flag.code == "usage_missing" for flag in flags):
         text = "the server does not count its tokens in every chunk, so those of a window are not known"
         flags.append(Flag("usage_missing", text + "; pass --measure whole"))

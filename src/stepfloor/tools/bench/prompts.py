@@ -109,6 +109,8 @@ async def make_prompts(plan: PromptPlan, count: int, tokens: Tokens | None, stre
 
     Raises UserError for what cannot be had: too few lines in a file, text without a tokenizer.
     """
+    if count == 0:
+        return []
     if plan.kind in ("sharegpt", "jsonl"):
         return await _from_file(plan, count, tokens, stream)
     if tokens is None:

@@ -112,15 +112,15 @@ def growth(before: Page, after: Page) -> dict[str, Any]:
     return grown
 
 
-def server_metrics(grown: Mapping[str, Any]) -> dict[str, Metric]:
-    """Steps, acceptance and cache hits of the window, as far as the server counts them.
+def server_metrics(grown: Mapping[str, Any], seconds: float) -> dict[str, Metric]:
+    """Steps, acceptance and cache hits of a window of so many seconds, as far as the server counts them.
 
     A server that counts no drafts makes none, except SGLang, which shows the acceptance of its last steps only, and
     llama.cpp, whose older builds do not count them.
     """
     metrics: dict[str, Metric] = {}
-    steps, seconds = grown.get("steps"), grown["seconds"]
-    if steps:
+    steps = grown.get("steps")
+    if steps and seconds > 0:
         metrics["steps_per_s"] = Metric("steps/s", {"value": steps / seconds}, count=int(steps))
         metrics["ms_per_step"] = Metric("ms", {"value": 1000 * seconds / steps}, count=int(steps))
     drafts = grown.get("drafts")

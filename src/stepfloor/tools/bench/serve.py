@@ -221,20 +221,20 @@ async def send(session: Session, progress: Progress | None) -> Seen:
 
 async def watched(session: Session, driver: Driver, sending: Any) -> Seen:
     """Await the sending with everything recorded that stands beside it; a cancellation ends it early."""
-    before = await fetch_page(session.client)
-    watch = Watch(session.client, before is not None)
+    watch = Watch(session.client, session.found.page is not None)
     recorder = Recorder(session.client.host)
     recorder.start()
     watch.start()
+    before = await fetch_page(session.client)
     stopped = False
     try:
         await sending
     except asyncio.CancelledError:
         stopped = True
     end = time.perf_counter()
+    after = await fetch_page(session.client)
     await watch.stop()
     telemetry = recorder.stop(driver.begin)
-    after = await fetch_page(session.client)
     return Seen(driver, watch, end, before, after, telemetry, stopped)
 
 
@@ -245,8 +245,10 @@ def conclude(session: Session, seen: Seen) -> Result:
     window_s = load.duration_s if load.duration_s is not None and not seen.stopped else max(ends, default=0.0)
     grown = seen.grown()
     metrics = measure(requests, window_s, parse_slo(load.goodput), load.seed)
-    own = server_metrics(grown) if grown is not None else {}
-    metrics = {**own, **metrics}
+    if grown is not None:
+        # all steps are inside the window, unless requests were cut: then the looks at the counters are its ends
+        cut = any(r.cut for r in requests)
+        metrics = {**server_metrics(grown, grown["seconds"] if cut else window_s), **metrics}
     if late := distribution("ms", [[ms] for ms in seen.watch.heart.late_ms]):
         metrics["client_late_ms"] = late
     flags = checks.check_requests(requests, load)
@@ -256,7 +258,7 @@ def conclude(session: Session, seen: Seen) -> Result:
         flags += checks.check_concurrency(requests, 0.0, window_s, load.concurrency or 1, running)
     elif "send_delay_ms" in metrics and metrics["send_delay_ms"].stats["p99"] > LATE_ARRIVAL_MS:
         flags.append(Flag("late_arrivals", f"sent up to {metrics['send_delay_ms'].stats['max']:.0f} ms after the plan"))
-    incomplete = any(r.cut or r.error for r in requests)
+    incomplete = any(r.cut or r.error or r.output_tokens is None for r in requests)
     flags += checks.check_server(grown, None if incomplete else sum(r.output_tokens or 0 for r in requests))
     flags += checks.check_client(seen.watch.heart.late_ms, metrics.get("itl_ms"))
     flags += checks.check_counts(len(requests))

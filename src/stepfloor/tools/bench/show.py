@@ -1,6 +1,7 @@
 """A result for people: a table on standard output, a bar on standard error; rows for a spreadsheet."""
 
 import csv
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +20,7 @@ RATES = ("output_throughput", "steps_per_s", "ms_per_step", "acceptance_length")
 DISTRIBUTIONS = ("ttft_ms", "ttft_from_sent_ms", "itl_ms", "tpot_ms", "e2e_ms", "per_user_rate", "send_delay_ms")
 CSV_HEAD = ("created", "kind", "url", "model", "concurrency", "input_len", "valid", "flags")
 CSV_METRIC = ("metric", "statistic", "value", "low", "high", "unit", "count")
+FILE_WIDTH = 140
 COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
 
 
@@ -35,6 +37,7 @@ class Bar:
             console=Console(stderr=True),
             transient=True,
             refresh_per_second=2,
+            disable=not sys.stderr.isatty(),
         )
         self._task = self._bar.add_task("", total=None, note="")
         self._prefix = ""
@@ -64,7 +67,7 @@ class Bar:
 
 def show(result: Result, console: Console | None = None) -> None:
     """Print a result."""
-    console = console or Console(highlight=False, soft_wrap=True)
+    console = console or _console()
     target, load = result.target, result.load
     who = " ".join(part for part in (target.server, target.server_version) if part)
     console.print(f"{target.model} at {target.url}" + (f" ({who})" if who else ""), markup=False)
@@ -97,7 +100,7 @@ def show(result: Result, console: Console | None = None) -> None:
 
 def show_matrix(results: Sequence[Result], console: Console | None = None) -> None:
     """Print cells, one a row, and where each context's curve bends. Invalid cells are marked, and no part of it."""
-    console = console or Console(highlight=False, soft_wrap=True)
+    console = console or _console()
     if not results:
         console.print("no cell was measured")
         return
@@ -147,6 +150,12 @@ def write_csv(results: Sequence[Result], path: Path) -> None:
                         rows.writerow((*head, name, statistic, value, low, high, metric.unit, metric.count))
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}; pass a path in a directory that is yours") from None
+
+
+def _console() -> Console:
+    """Standard output, and as wide as the tables where it is a file."""
+    console = Console(highlight=False, soft_wrap=True)
+    return console if console.is_terminal else Console(highlight=False, soft_wrap=True, width=FILE_WIDTH)
 
 
 def _load_line(result: Result) -> str:
