@@ -368,6 +368,110 @@ def convert_random(
     write_with_progress(plan, dst, seed=seed, jobs=jobs)
 
 
+@bench.command("accuracy")
+def bench_accuracy(
+    url: Annotated[str, typer.Argument(help="A server that speaks OpenAI's API.")],
+    profile: Annotated[str, typer.Option(help="stdlib (ships, for the small model), gsm8k or mmlu-pro.")] = "stdlib",
+    file: Annotated[
+        Path | None, typer.Option(help="The test file of gsm8k (JSON lines) or mmlu-pro (JSON lines or Parquet).")
+    ] = None,
+    items: Annotated[
+        int | None, typer.Option(help="So many questions, the same in every run; all, or 64 at most with --throughput.")
+    ] = None,
+    concurrency: Annotated[int | None, typer.Option(help="Requests at once; 4, or 1 with --throughput.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer; 256 with --throughput.")] = None,
+    thinking: Annotated[
+        bool | None, typer.Option("--thinking/--no-thinking", help="enable_thinking for the chat template.")
+    ] = None,
+    throughput: Annotated[
+        bool, typer.Option("--throughput", help="Measure the speed on the items, all answers of one length.")
+    ] = False,
+    model: Annotated[str | None, typer.Option(help="Name of the model; the first that the server lists.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="Key that the server wants.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the result here, every item in it.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with charts here.")] = None,
+) -> None:
+    """Ask a pinned set of questions greedily: share of right answers with its interval, or the speed on them."""
+    from stepfloor.tools.bench.accuracy import Plan, run_with_bar, summary
+    from stepfloor.tools.bench.page import write_page
+    from stepfloor.tools.bench.questions import load_profile
+    from stepfloor.tools.bench.show import Bar, show
+    from stepfloor.tools.bench.speed import TOKENS, run_speed
+
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else None
+    if throughput:
+        with Bar() as bar:
+            result = run_speed(
+                url,
+                load_profile(profile, file),
+                items,
+                tokens=max_tokens or TOKENS,
+                concurrency=concurrency or 1,
+                model=model,
+                headers=headers,
+                progress=bar,
+            )
+        show(result)
+    else:
+        plan = Plan(concurrency or 4, max_tokens, thinking)
+        result = run_with_bar(url, load_profile(profile, file, items), plan, model, headers)
+        print("\n".join(summary(result)))
+    if output is not None:
+        result.write(output)
+    if html is not None:
+        write_page([result], html)
+    if not result.valid:
+        raise typer.Exit(1)
+
+
+@bench.command("import")
+def bench_import(
+    path: Annotated[
+        Path, typer.Argument(help="A file of vllm bench serve, AIPerf (or its directory) or llm-inference-bench.")
+    ],
+    output: Annotated[Path | None, typer.Option(help="Write stepfloor's own file here.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with charts here.")] = None,
+) -> None:
+    """Read another tool's result file; what it defines otherwise is named apart, what has no place is listed."""
+    from stepfloor.tools.bench.exchange.files import import_file, summary
+    from stepfloor.tools.bench.page import write_page
+    from stepfloor.tools.bench.result import write_results
+
+    results = import_file(path)
+    for result in results:
+        print("\n".join(summary(result)))
+    if output is not None:
+        write_results(output, results)
+    if html is not None:
+        write_page(results, html)
+
+
+@bench.command("export")
+def bench_export(
+    result: Annotated[Path, typer.Argument(help="A file that a bench of stepfloor wrote.")],
+    tool: Annotated[str, typer.Argument(help="vllm, aiperf or llm-inference-bench.")],
+    output: Annotated[Path, typer.Argument(help="File to write; for aiperf a directory.")],
+) -> None:
+    """Write a result as another tool's readers take it."""
+    from stepfloor.tools.bench.exchange.files import export_results
+    from stepfloor.tools.bench.result import read_results
+
+    for written in export_results(read_results(result), tool, output):
+        print(written)
+
+
+@bench.command("page")
+def bench_page(
+    results: Annotated[list[Path], typer.Argument(help="Files that a bench of stepfloor wrote.")],
+    output: Annotated[Path, typer.Option(help="The page to write.")],
+) -> None:
+    """Draw a page with charts of stored results."""
+    from stepfloor.tools.bench.page import write_page
+    from stepfloor.tools.bench.result import read_results
+
+    write_page([result for path in results for result in read_results(path)], output)
+
+
 @bench.command("step")
 def bench_step(
     model: Annotated[

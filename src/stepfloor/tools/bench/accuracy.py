@@ -1,19 +1,18 @@
 """bench accuracy: a pinned set of questions, greedily answered, each item on record, and nothing about speed.
 
-Speed and accuracy are measured apart: here requests may run together, wait and repeat warm prefixes as they like. Two
-runs over the same set are compared item by item with `bench compare` (exact McNemar), which refuses other sets.
+Speed and accuracy are measured apart: here requests may wait for each other and meet warm caches. The speed on the same
+items is measured by speed.py. Two runs over one set are compared item by item by `bench compare` (exact McNemar).
 """
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from stepfloor.errors import UserError
-from stepfloor.tools.bench.answers import answer_of, is_right
 from stepfloor.tools.bench.client import Client
+from stepfloor.tools.bench.grading import answer_of, is_right
 from stepfloor.tools.bench.metrics import looped
 from stepfloor.tools.bench.proportions import wilson
 from stepfloor.tools.bench.questions import Profile, Question
@@ -21,7 +20,6 @@ from stepfloor.tools.bench.result import Flag, Item, Metric, Result
 from stepfloor.tools.bench.target import find_target
 
 SEED = 0
-WARM_UP_PROMPTS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +33,38 @@ class Plan:
     concurrency: int = 4
     max_tokens: int | None = None
     thinking: bool | None = None
+
+
+def run_accuracy(
+    url: str,
+    profile: Profile,
+    plan: Plan,
+    model: str | None = None,
+    headers: Mapping[str, str] | None = None,
+    on_item: Callable[[Item], None] | None = None,
+) -> Result:
+    """Ask a server every question. An interruption by the keyboard gives what was answered until then."""
+
+    async def measured() -> Result:
+        client = Client(url, headers)
+        try:
+            return await measure_accuracy(client, profile, plan, model, on_item)
+        finally:
+            client.close()
+
+    return asyncio.run(measured())
+
+
+def run_with_bar(
+    url: str, profile: Profile, plan: Plan, model: str | None = None, headers: Mapping[str, str] | None = None
+) -> Result:
+    """The same, with a progress bar on standard error."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True, refresh_per_second=2) as bar:
+        task = bar.add_task(profile.name, total=len(profile.questions))
+        return run_accuracy(url, profile, plan, model, headers, on_item=lambda _: bar.advance(task))
 
 
 async def measure_accuracy(
@@ -120,16 +150,18 @@ def figures(items: Sequence[Item]) -> dict[str, Metric]:
     return found
 
 
-def write_prompts(profile: Profile, path: Path, rest: Sequence[Question] = ()) -> None:
-    """The set as JSON lines for `bench serve`, which measures its speed; after it, other questions to warm up with."""
-    lines = []
-    for question in (*profile.questions, *rest[:WARM_UP_PROMPTS]):
-        asked = {"prompt": question.prompt} if question.route == "completion" else {"messages": _messages(question)}
-        lines.append(json.dumps(asked, ensure_ascii=False))
-    try:
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; pass a path in a directory that is yours") from None
+def summary(result: Result) -> list[str]:
+    """The result in lines for people."""
+    load, metrics = result.load, result.metrics
+    lines = [f"{load['profile']}, {load['items']} items ({load['set_sha256'][:12]}), greedy, on {result.target.model}"]
+    for name in ("accuracy", "accuracy_by_kind"):
+        metric = metrics.get(name)
+        for kind, share in metric.stats.items() if metric else ():
+            low, high = metric.intervals[kind] if metric else (0.0, 0.0)
+            lines.append(f"{'all' if kind == 'value' else kind:>16} {share:7.1%}   ({low:.1%} to {high:.1%})")
+    counted = (f"{name} {metrics[name].count}" for name in ("answered", "truncated", "looped") if name in metrics)
+    lines.append(", ".join(counted))
+    return lines + [f"{'INVALID' if f.invalidates else 'note'}: {f.code}: {f.text}" for f in result.flags]
 
 
 def _messages(question: Question) -> list[dict[str, str]]:

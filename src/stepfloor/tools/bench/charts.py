@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from stepfloor.tools.bench.plot import SERIES, Axis, Plot, short
 from stepfloor.tools.bench.proportions import wilson
@@ -10,6 +11,8 @@ from stepfloor.tools.bench.verdict import Comparison
 
 # beyond this, lines on one plot cannot be told apart
 MOST_LINES = SERIES
+# tokens a second of a cell, whichever it has
+RATES = ("output_throughput", "sustained_throughput")
 MOST_BINS, ARRIVALS_A_BIN = 60, 8
 _POINTS = 400
 
@@ -85,7 +88,7 @@ def _ttft(result: Result) -> list[float]:
 
 def _gaps(result: Result) -> list[float]:
     chunks = [r.chunk_s for r in _done(result) if r.chunk_s]
-    return [1000 * (b - a) for times in chunks for a, b in zip(times, times[1:], strict=False)]
+    return [1000 * (b - a) for times in chunks for a, b in pairwise(times)]
 
 
 def _e2e(result: Result) -> list[float]:
@@ -177,7 +180,7 @@ def _tokens_over_time(requests: Sequence[Request]) -> list[tuple[float, float]]:
 def _over_concurrency(results: Sequence[Result]) -> Iterator[Chart]:
     """One line for each context length: what more requests at once bring, and what they cost a reader."""
     wanted = (
-        ("matrix-throughput", "Output tokens a second", ("output_throughput", "sustained_throughput")),
+        ("matrix-throughput", "Output tokens a second", RATES),
         ("matrix-tpot", "Mean time of a token", ("tpot_ms",)),
     )
     for id_, title, metrics in wanted:
@@ -217,7 +220,7 @@ def _cell(result: Result, metrics: Sequence[str]) -> tuple[float, float, float |
 def place(load: Mapping[str, object]) -> tuple[float | None, float]:
     """Where a cell stands in a matrix: requests at once and tokens of context."""
     named = [load.get(k) for k in ("concurrency", "max_concurrency")]
-    contexts = [load.get(k) for k in ("context", "context_tokens", "input_tokens", "input_len")]
+    contexts = [load.get(k) for k in ("context", "context_tokens")]
     concurrency = next((float(v) for v in named if isinstance(v, (int, float))), None)
     return concurrency, next((float(v) for v in contexts if isinstance(v, (int, float))), 0.0)
 

@@ -1,21 +1,21 @@
 """One HTML page of a measurement: who was asked what, whether it counts, the figures with intervals, and charts.
 
-The page is one file without a script, a font or a link to anywhere. It follows the reader's light or dark setting, prints
-on paper, and speaks: charts are images with a description, tables have headings. A result that does not count is marked
-wherever it appears.
+The page is one file without a script, a font or a link to anywhere. It follows the reader's light or dark setting,
+prints on paper, and speaks: charts are images with a description, tables have headings. A result that does not count is
+marked wherever it appears.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
 from stepfloor.errors import UserError
-from stepfloor.tools.bench.charts import Chart, charts, label, place
+from stepfloor.tools.bench.charts import RATES, Chart, charts, label, place
 from stepfloor.tools.bench.plot import SERIES, short
 from stepfloor.tools.bench.result import Flag, Item, Metric, Result
 from stepfloor.tools.bench.verdict import Comparison
 
-_COLUMNS = ("value", "mean", "p50", "p90", "p95", "p99")
+_PERCENTILES = ("p50", "p90", "p95", "p99")
 _FIRST = (
     "ttft_ms", "itl_ms", "tpot_ms", "e2e_ms", "per_user_rate", "output_throughput", "total_throughput",
     "request_throughput", "goodput", "steps_per_s", "ms_per_step", "acceptance_length",
@@ -29,6 +29,7 @@ _CELL_METRICS = (
     "acceptance_length",
 )
 _WRONG_ITEMS = 200
+_LOADS = 24
 
 
 def write_page(results: Sequence[Result], path: Path, comparisons: Sequence[Comparison] = ()) -> None:
@@ -53,12 +54,13 @@ def page(results: Sequence[Result], comparisons: Sequence[Comparison] = ()) -> s
     elif results:
         body += _matrix(results)
         body.append(_cells_table(results))
-    body.append(f'<section class="charts">{"".join(map(_figure, charts(results, comparisons)))}</section>')
+    body.append(f'<section class="charts">{"".join(map(_chart, charts(results, comparisons)))}</section>')
     body += [wrong for result in results if (wrong := _wrong_items(result.items, label(result, results)))]
-    body += [_load(result, label(result, results)) for result in results[:24]]
+    body += [_load(result, label(result, results)) for result in results[:_LOADS]]
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         f"<style>{_STYLE}</style></head>\n<body><main>\n" + "\n".join(body) + "\n</main></body></html>\n"
     )
 
@@ -109,35 +111,43 @@ def _flag(flag: Flag, names: Sequence[str], results: int) -> str:
     )
 
 
+def _table(heads: Sequence[str], rows: Iterable[str], caption: str = "", kind: str = "") -> str:
+    """A table that scrolls by itself where the page is too narrow; heads are HTML, of the columns after the first."""
+    head = "".join(f'<th scope="col">{head}</th>' for head in ("", *heads))
+    top = f"<thead><tr>{head}</tr></thead>" if heads else ""
+    above = f"<caption>{caption}</caption>" if caption else ""
+    return f'<div class="wide"><table class="{kind}">{above}{top}<tbody>{"".join(rows)}</tbody></table></div>'
+
+
+def _row(name: str, cells: Iterable[str], kind: str = "") -> str:
+    """A row with its heading; name and cells are HTML."""
+    return f'<tr class="{kind}"><th scope="row">{name}</th>{"".join(cells)}</tr>'
+
+
 def _metrics_table(metrics: Mapping[str, Metric]) -> str:
     """A row for each metric; under a figure its interval."""
     ordered = [name for name in _FIRST if name in metrics] + [name for name in metrics if name not in _FIRST]
-    rows = "".join(_metric_row(name, metrics[name]) for name in ordered)
-    heads = "".join(f'<th scope="col">{column}</th>' for column in ("", "mean or value", *_COLUMNS[2:]))
-    return (
-        f'<section><h2>Figures</h2><div class="wide"><table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>'
-        '</div><p class="small">Under a figure: its 95 % interval, where there is one.</p></section>'
-    )
+    table = _table(("mean or value", *_PERCENTILES), (_metric_row(name, metrics[name]) for name in ordered))
+    below = '<p class="small">Under a figure: its 95 % interval, where there is one.</p>'
+    return f"<section><h2>Figures</h2>{table}{below}</section>"
 
 
 def _metric_row(name: str, metric: Metric) -> str:
-    unit = "" if metric.unit in name.split("_") else f' <span class="unit">{escape(metric.unit)}</span>'
-    head = (
-        f'<th scope="row">{escape(name.removesuffix("_" + metric.unit).replace("_", " "))}{unit or _unit(metric)}</th>'
-    )
-    if not any(column in metric.stats for column in _COLUMNS):  # one value for each position
-        listed = " · ".join(short(v) for v in metric.stats.values())
-        return f'<tr>{head}<td colspan="{len(_COLUMNS) - 1}" class="listed">{listed}</td></tr>'
-    first = "value" if "value" in metric.stats else "mean"
-    return f"<tr>{head}{''.join(_figure_cell(metric, column) for column in (first, *_COLUMNS[2:]))}</tr>"
+    head = f'{escape(_words(name, metric.unit))} <span class="unit">{escape(metric.unit)}</span>'
+    if metric.headline in ("value", "mean"):
+        return _row(head, (_figure(metric, column) for column in (metric.headline, *_PERCENTILES)))
+    # one value for each position, or for each kind
+    named = metric.headline != "0"
+    listed = " · ".join(f"{k} {short(v)}" if named else short(v) for k, v in metric.stats.items())
+    return _row(head, (f'<td class="listed" colspan="{1 + len(_PERCENTILES)}">{escape(listed)}</td>',))
 
 
-def _unit(metric: Metric) -> str:
-    return f' <span class="unit">{escape(metric.unit)}</span>'
+def _words(name: str, unit: str) -> str:
+    return name.removesuffix(f"_{unit}").replace("_", " ")
 
 
-def _figure_cell(metric: Metric, column: str) -> str:
-    if column not in metric.stats:
+def _figure(metric: Metric | None, column: str) -> str:
+    if metric is None or column not in metric.stats:
         return "<td></td>"
     interval = metric.intervals.get(column)
     under = f'<span class="interval">{short(interval[0])} – {short(interval[1])}</span>' if interval else ""
@@ -146,88 +156,65 @@ def _figure_cell(metric: Metric, column: str) -> str:
 
 def _cells_table(results: Sequence[Result]) -> str:
     """A row for each of several results; those that do not count are struck through."""
-    shown = [name for name in _CELL_METRICS if any(name in r.metrics for r in results)]
-    heads = "".join(
-        f'<th scope="col">{escape(name.replace("_", " "))}</th>' for name in ("", *shown)
-    )  # the unit stands in the name or in docs/bench.md
-    rows = "".join(
-        f'<tr class="{"" if r.valid else "invalid"}"><th scope="row">{escape(label(r, results))}'
-        f"{'' if r.valid else ' <span class=badge-small>✗ invalid</span>'}</th>"
-        + "".join(
-            _figure_cell(r.metrics[name], r.metrics[name].headline) if name in r.metrics else "<td></td>"
-            for name in shown
-        )
-        + "</tr>"
-        for r in results
-    )
-    return (
-        f'<section><h2>Every result</h2><div class="wide"><table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody>'
-        "</table></div></section>"
-    )
+    shown = {name: r.metrics[name].unit for name in _CELL_METRICS for r in results if name in r.metrics}
+    heads = [f'{escape(_words(name, unit))} <span class="unit">{escape(unit)}</span>' for name, unit in shown.items()]
+    rows = []
+    for r in results:
+        mark = "" if r.valid else ' <span class="badge-small">✗ invalid</span>'
+        cells = (_figure(m, m.headline) if (m := r.metrics.get(name)) else "<td></td>" for name in shown)
+        rows.append(_row(escape(label(r, results)) + mark, cells, "" if r.valid else "invalid"))
+    return f"<section><h2>Every result</h2>{_table(heads, rows)}</section>"
 
 
 def _matrix(results: Sequence[Result]) -> Iterator[str]:
     """Output tokens a second by concurrency and context, darker where there are more; hatched where invalid."""
-    cells: dict[tuple[float, float], Result] = {}
-    for result in results:
-        concurrency, context = place(result.load)
-        if concurrency is not None:
-            cells[concurrency, context] = result
-    rows, columns = sorted({c for c, _ in cells}), sorted({ctx for _, ctx in cells})
-    rates = {at: _rate(r) for at, r in cells.items()}
-    known = [rate for at, rate in rates.items() if rate is not None and cells[at].valid]
-    if len(cells) < 4 or len(rows) < 2 or len(columns) < 2 or not known:
+    cells = {(c, context): r for r in results for c, context in [place(r.load)] if c is not None}
+    rows, columns = sorted({c for c, _ in cells}), sorted({context for _, context in cells})
+    most = max((rate for r in cells.values() if r.valid and (rate := _rate(r)) is not None), default=None)
+    if len(rows) < 2 or len(columns) < 2 or most is None:
         return
-    most = max(known)
-    heads = "".join(f'<th scope="col">{short(ctx)}</th>' for ctx in columns)
-    lines = []
-    for c in rows:
-        line = [f'<th scope="row">{c:g}</th>']
-        for ctx in columns:
-            rate = rates.get((c, ctx))
-            if rate is None:
-                line.append('<td class="none">–</td>')
-            elif not cells[c, ctx].valid:
-                line.append(f'<td class="void" title="invalid"><s>{short(rate)}</s> ✗</td>')
-            else:
-                line.append(f'<td class="heat" style="--heat:{rate / most:.3f}">{short(rate)}</td>')
-        lines.append(f"<tr>{''.join(line)}</tr>")
-    yield (
-        '<section><h2>Output tokens a second</h2><div class="wide"><table class="matrix"><caption>rows: requests at once; '
-        f"columns: tokens of context; hatched cells do not count</caption><thead><tr><th></th>{heads}</tr></thead>"
-        f"<tbody>{''.join(lines)}</tbody></table></div></section>"
-    )
+    caption = "rows: requests at once; columns: tokens of context; hatched cells do not count"
+    heads = [f"{context:,g}" for context in columns]
+    lines = (_row(f"{c:g}", (_heat(cells.get((c, context)), most) for context in columns)) for c in rows)
+    yield f"<section><h2>Output tokens a second</h2>{_table(heads, lines, caption, 'matrix')}</section>"
+
+
+def _heat(result: Result | None, most: float) -> str:
+    rate = None if result is None else _rate(result)
+    if result is None or rate is None:
+        return '<td class="none">–</td>'
+    if not result.valid:
+        return f'<td class="void"><s>{short(rate)}</s> ✗</td>'
+    return f'<td class="heat" style="--heat:{rate / most:.3f}">{short(rate)}</td>'
 
 
 def _rate(result: Result) -> float | None:
-    names = ("output_throughput", "sustained_throughput")
-    return next((result.metrics[n].value for n in names if n in result.metrics), None)
+    return next((result.metrics[name].value for name in RATES if name in result.metrics), None)
 
 
 def _verdicts(comparisons: Sequence[Comparison]) -> str:
     rows = []
     for c in comparisons:
-        word = c.verdict.word
-        kind = {True: "good", False: "bad", None: "note"}[c.verdict.better]
-        better = {True: " (better)", False: " (worse)", None: ""}[c.verdict.better]
+        better = {True: ("good", " (better)"), False: ("bad", " (worse)"), None: ("note", "")}[c.verdict.better]
+        badge = f'<span class="badge {better[0]}">{c.verdict.word}{better[1]}</span>'
         notes = "".join(f"<li>{escape(note)}</li>" for note in c.notes)
-        rows.append(
-            f'<tr><th scope="row">{escape(c.series.metric)}</th><td><span class="badge {kind}">{word}{better}</span></td>'
-            f"<td>{short(c.base_mean)}</td><td>{short(c.arm_mean)}</td>"
-            f'<td class="listed">{escape(c.verdict.reason)}{f"<ul>{notes}</ul>" if notes else ""}</td></tr>'
-        )
+        why = f"{escape(c.verdict.reason)}{f'<ul>{notes}</ul>' if notes else ''}"
+        means = (f"<td>{short(mean)}</td>" for mean in (c.base_mean, c.arm_mean))
+        name = f"{c.series.metric}" if len({x.series.arm_name for x in comparisons}) == 1 else _whose(c)
+        rows.append(_row(escape(name), (f"<td>{badge}</td>", *means, f'<td class="listed">{why}</td>')))
     s = comparisons[0].series
-    heads = "".join(f'<th scope="col">{escape(head)}</th>' for head in ("", "verdict", s.base_name, s.arm_name))
-    return (
-        f'<section><h2>Verdict</h2><div class="wide"><table><thead><tr>{heads}<th scope="col" class="listed">why</th></tr>'
-        f"</thead><tbody>{''.join(rows)}</tbody></table></div></section>"
-    )
+    heads = ("verdict", escape(s.base_name), escape(s.arm_name), '<span class="listed">why</span>')
+    return f"<section><h2>Verdict</h2>{_table(heads, rows, kind='verdicts')}</section>"
 
 
-def _figure(chart: Chart) -> str:
+def _whose(comparison: Comparison) -> str:
+    return f"{comparison.series.metric}, {comparison.series.arm_name}"
+
+
+def _chart(chart: Chart) -> str:
     keys = "".join(
-        f'<li><svg class="key" viewBox="0 0 28 10" aria-hidden="true"><path class="line s{i % SERIES}" d="M0 5H28"/></svg>'
-        f"{escape(name)}</li>"
+        f'<li><svg class="key" viewBox="0 0 28 10" aria-hidden="true"><path class="line s{i % SERIES}" d="M0 5H28"/>'
+        f"</svg>{escape(name)}</li>"
         for i, name in enumerate(chart.legend)
     )
     legend = f'<ul class="legend">{keys}</ul>' if len(chart.legend) > 1 else ""
@@ -240,27 +227,27 @@ def _wrong_items(items: Sequence[Item], name: str) -> str:
     wrong = [item for item in items if not item.correct]
     if not wrong:
         return ""
-    rows = "".join(
-        f'<tr><th scope="row">{escape(i.id)}</th><td class="listed">{escape(i.expected or "")}</td>'
-        f'<td class="listed">{escape(i.answer or i.error or "no answer")}{" (loops)" if i.looped else ""}</td></tr>'
+    rows = (
+        _row(
+            escape(i.id),
+            (
+                f'<td class="listed">{escape(i.expected or "")}</td>',
+                f'<td class="listed">{escape(i.answer or i.error or "no answer")}{" (loops)" if i.looped else ""}</td>',
+            ),
+        )
         for i in wrong[:_WRONG_ITEMS]
     )
+    table = _table(('<span class="listed">expected</span>', '<span class="listed">answered</span>'), rows)
     return (
-        f"<details><summary>{len(wrong)} of {len(items)} answers are wrong ({escape(name)})</summary>"
-        '<div class="wide"><table><thead><tr><th scope="col">item</th><th scope="col">expected</th>'
-        f'<th scope="col">answered</th></tr></thead><tbody>{rows}</tbody></table></div></details>'
+        f"<details><summary>{len(wrong)} of {len(items)} answers are wrong ({escape(name)})</summary>{table}</details>"
     )
 
 
 def _load(result: Result, name: str) -> str:
-    rows = "".join(
-        f'<tr><th scope="row">{escape(str(key))}</th><td class="listed">{escape(str(value))}</td></tr>'
-        for key, value in (*result.load.items(), *result.target.config.items())
-    )
-    return (
-        f"<details><summary>Load and configuration ({escape(name)})</summary>"
-        f'<div class="wide"><table><tbody>{rows}</tbody></table></div></details>'
-    )
+    told = (*result.load.items(), *result.target.config.items())
+    rows = (_row(escape(key), (f'<td class="listed">{escape(str(value))}</td>',)) for key, value in told)
+    return f"<details><summary>Load and configuration ({escape(name)})</summary>{_table((), rows)}</details>"
 
 
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _STYLE = (Path(__file__).with_name("page.css")).read_text(encoding="utf-8")

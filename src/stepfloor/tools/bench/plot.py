@@ -1,4 +1,4 @@
-"""Plots as SVG: two axes and what is drawn between them. Colours are classes, so the page's style decides light and dark.
+"""Plots as SVG: two axes and what is drawn between them. Colours are classes of the page's style.
 
 Every mark carries a <title>, which browsers show under the pointer and screen readers speak; series differ in their
 dashes and marks as well as in colour.
@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from itertools import pairwise
 
 WIDTH, HEIGHT = 640, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 18, 28, 44
@@ -75,7 +76,7 @@ class Plot:
         if not points:
             return
         path = [f"M{self._at(*points[0])}"]
-        for (_, before), (px, py) in zip(points, points[1:], strict=False):
+        for (_, before), (px, py) in pairwise(points):
             path += ([f"L{self._at(px, before)}"] if step else []) + [f"L{self._at(px, py)}"]
         self._marks.append(f'<path class="line s{series % SERIES}" d="{"".join(path)}">{_title(title)}</path>')
 
@@ -85,7 +86,7 @@ class Plot:
             return
         base = max(self.y.low, 0.0)
         path = [f"M{self._at(points[0][0], base)}", f"L{self._at(*points[0])}"]
-        for (_, before), (px, py) in zip(points, points[1:], strict=False):
+        for (_, before), (px, py) in pairwise(points):
             path += [f"L{self._at(px, before)}", f"L{self._at(px, py)}"]
         path.append(f"L{self._at(points[-1][0], base)}Z")
         self._marks.append(f'<path class="area s{series % SERIES}" d="{"".join(path)}"/>')

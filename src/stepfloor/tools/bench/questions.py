@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stepfloor.errors import UserError
-from stepfloor.tools.bench.answers import Rule, answer_of
+from stepfloor.tools.bench.grading import Rule, answer_of
 
 SHIPPED = Path(__file__).with_name("stdlib.jsonl")
 LETTERS = "ABCDEFGHIJ"
@@ -44,11 +44,18 @@ class Profile:
 
     @property
     def digest(self) -> str:
-        """SHA-256 over everything that is asked and wanted, in order."""
+        """SHA-256 over everything that is asked and wanted, whatever the order."""
         state = hashlib.sha256()
-        for q in self.questions:
+        for q in sorted(self.questions, key=lambda q: q.id):
             state.update("\0".join((q.id, q.route, q.prompt, q.rule, q.expected, "")).encode())
         return state.hexdigest()
+
+    def part(self, items: int) -> "Profile":
+        """So many of the questions, by the hashes of their ids. Raises UserError for more than there are."""
+        if not 1 <= items <= len(self.questions):
+            raise UserError(f"{self.name} has {len(self.questions)} questions; --items {items} cannot be taken")
+        chosen = sorted(self.questions, key=lambda q: hashlib.sha256(q.id.encode()).digest())[:items]
+        return Profile(self.name, tuple(q for q in self.questions if q in chosen), self.max_tokens)
 
 
 def load_profile(name: str, file: Path | None = None, items: int | None = None) -> Profile:
@@ -67,14 +74,7 @@ def load_profile(name: str, file: Path | None = None, items: int | None = None) 
         profile = _LOADERS[name](file)
     else:
         raise UserError(f"unknown profile {name!r}; there are stdlib, {', '.join(_LOADERS)}")
-    return profile if items is None else _part(profile, items)
-
-
-def _part(profile: Profile, items: int) -> Profile:
-    if not 1 <= items <= len(profile.questions):
-        raise UserError(f"{profile.name} has {len(profile.questions)} questions; --items {items} cannot be taken")
-    chosen = sorted(profile.questions, key=lambda q: hashlib.sha256(q.id.encode()).digest())[:items]
-    return Profile(profile.name, tuple(q for q in profile.questions if q in chosen), profile.max_tokens)
+    return profile if items is None else profile.part(items)
 
 
 def _gsm8k(file: Path) -> Profile:

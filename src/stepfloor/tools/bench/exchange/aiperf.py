@@ -2,15 +2,16 @@
 
 | there | here | note |
 |---|---|---|
-| time_to_first_token, request_latency | ttft_ms, e2e_ms | where requests arrive at a rate they count from sending: named apart |
-| inter_token_latency | tpot_ms | (last - first) / (tokens - 1); with --per-chunk-usage it divides otherwise: named apart |
+| time_to_first_token, request_latency | ttft_ms, e2e_ms | at a rate they count from sending: named apart |
+| inter_token_latency | tpot_ms | the same; with --per-chunk-usage it divides otherwise and is named apart |
 | inter_chunk_latency | itl_ms | the gap between chunks |
 | output_token_throughput_per_user | per_user_rate | |
 | output_token_throughput, total_token_throughput | output_throughput, total_throughput | |
 | request_throughput, goodput | the same | |
 
 AIPerf counts tokens with a tokenizer of its own unless it ran with --use-server-token-count. Where that count and the
-server's usage differ, every figure made from it is named apart (`..._by_client_tokens`). The CSV is rounded to 0.01.
+server's usage differ, every figure made from it is named apart (`..._by_client_tokens`). Its rates are of the phase's
+window, which is longer than its benchmark_duration; that window is taken here. The CSV is rounded to 0.01.
 
 Source: aiperf 0.13.0, metrics/types/*.py, exporters/metrics_json_exporter.py and metrics_csv_exporter.py.
 """
@@ -24,7 +25,15 @@ from pathlib import Path
 from typing import Any
 
 from stepfloor.errors import UserError
-from stepfloor.tools.bench.exchange.values import FROM_SENT, Taken, failed_flags, from_sent, is_open_loop, totals
+from stepfloor.tools.bench.exchange.values import (
+    FROM_SENT,
+    Taken,
+    arrival_rate,
+    failed_flags,
+    from_sent,
+    is_open_loop,
+    totals,
+)
 from stepfloor.tools.bench.result import Flag, Metric, Request, Result, Target
 
 TOOL = "aiperf"
@@ -67,7 +76,7 @@ _FIRST_CHUNK_APART = {"tpot_ms": "tpot_after_first_chunk_ms", "per_user_rate": "
 
 def recognises(raw: Mapping[str, Any]) -> bool:
     """Whether a JSON object looks like the tool's summary."""
-    return "aiperf_version" in raw or (isinstance(raw.get("request_latency"), dict) and "request_throughput" in raw)
+    return "aiperf_version" in raw or {"schema_version", "input_config"} <= raw.keys()
 
 
 def read(raw: Mapping[str, Any], path: Path, records: Iterable[Mapping[str, Any]] = ()) -> Result:
@@ -75,7 +84,8 @@ def read(raw: Mapping[str, Any], path: Path, records: Iterable[Mapping[str, Any]
     taken = Taken(raw, path)
     config = raw.get("input_config") or {}
     phases = [p for p in config.get("phases") or () if p.get("name", "profiling") == "profiling"]
-    open_loop = any(p.get("type", "concurrency") != "concurrency" for p in phases)
+    arrivals = next((p["type"] for p in phases if p.get("type", "concurrency") != "concurrency"), "closed")
+    open_loop = arrivals != "closed"
     apart = dict(FROM_SENT) if open_loop else {}
     if (config.get("endpoint") or {}).get("per_chunk_usage"):
         apart |= _FIRST_CHUNK_APART
@@ -97,11 +107,17 @@ def read(raw: Mapping[str, Any], path: Path, records: Iterable[Mapping[str, Any]
     return Result(
         kind="imported",
         target=Target(url=str((endpoint.get("urls") or [""])[0]), model=str(models[0].get("name", ""))),
-        load={"tool": TOOL, "endpoint": endpoint, "datasets": config.get("datasets"), "phases": phases},
+        load={
+            "tool": TOOL,
+            "arrivals": arrivals,
+            "concurrency": next((p["concurrency"] for p in phases if "concurrency" in p), None),
+            "request_rate": next((p["rate"] for p in phases if "rate" in p), None),
+            **{key: config[key] for key in ("endpoint", "datasets", "phases") if key in config},
+        },
         metrics=metrics,
         flags=tuple(flags),
         requests=tuple(read_records(records, open_loop)),
-        window_s=_average(raw, "benchmark_duration"),
+        window_s=_window_s(raw),
         origin={
             "tool": TOOL,
             "version": raw.get("aiperf_version"),
@@ -132,12 +148,30 @@ def read_table(path: Path) -> dict[str, Any]:
     return raw
 
 
+def read_records_alone(path: Path) -> Result:
+    """A result with the requests of a record file and no figures of the tool's; planned times are taken as sent."""
+    requests = tuple(read_records(load_records(path), open_loop=False))
+    failed = sum(r.error is not None for r in requests)
+    return Result(
+        kind="imported",
+        target=Target(url="", model=""),
+        load={"tool": TOOL},
+        metrics={},
+        flags=failed_flags(failed, len(requests) - failed),
+        requests=requests,
+        window_s=max((r.last_s for r in requests if r.last_s is not None), default=None),
+        origin={"tool": TOOL, "file": path.name},
+        created="",
+    )
+
+
 def read_records(records: Iterable[Mapping[str, Any]], open_loop: bool) -> Iterator[Request]:
     """Requests of the measured phase, in the order of sending; token counts are the server's where it told them."""
     kept = [r for r in records if r["metadata"].get("benchmark_phase", "profiling") == "profiling"]
     kept.sort(key=lambda r: r["metadata"]["request_start_ns"])
-    planned = "credit_issued_ns" if open_loop else "request_start_ns"
-    begin = min((r["metadata"].get(planned) or r["metadata"]["request_start_ns"] for r in kept), default=0)
+    planned = [r["metadata"].get("credit_issued_ns") if open_loop else None for r in kept]
+    planned = [r["metadata"]["request_start_ns"] if at is None else at for r, at in zip(kept, planned, strict=True)]
+    begin = min(planned, default=0)
     for i, record in enumerate(kept):
         about, values = record["metadata"], {k: v["value"] for k, v in (record.get("metrics") or {}).items()}
         sent = (about["request_start_ns"] - begin) / 1e9
@@ -146,7 +180,7 @@ def read_records(records: Iterable[Mapping[str, Any]], open_loop: bool) -> Itera
         gaps = values.get("inter_chunk_latency") or []
         yield Request(
             index=i,
-            planned_s=((about.get(planned) or about["request_start_ns"]) - begin) / 1e9,
+            planned_s=(planned[i] - begin) / 1e9,
             sent_s=sent,
             first_s=first,
             last_s=sent + values["request_latency"] / 1e3 if "request_latency" in values else None,
@@ -170,7 +204,8 @@ def write(result: Result) -> dict[str, Any]:
         "input_config": {
             "models": {"items": [{"name": result.target.model}]},
             "endpoint": {"urls": [result.target.url], "streaming": True},
-            **{k: result.load[k] for k in ("endpoint", "datasets", "phases") if k in result.load},
+            "phases": [_phase(result)],
+            **{key: result.load[key] for key in ("endpoint", "datasets", "phases") if key in result.load},
         },
         "start_time": result.created,
         "is_complete": not any(flag.code == "partial" for flag in result.flags),
@@ -213,6 +248,26 @@ def write_records(result: Result) -> Iterator[dict[str, Any]]:
             "metrics": {k: {"value": v, "unit": u} for k, (v, u) in metrics.items() if v is not None},
             **({} if r.error is None else {"error": {"message": r.error}}),
         }
+
+
+def _phase(result: Result) -> dict[str, Any]:
+    """The measured phase; its type says whether latencies count from sending although requests were planned."""
+    load = result.load
+    phase = {
+        "name": "profiling",
+        "kind": "profiling",
+        "type": load.get("arrivals", "poisson") if is_open_loop(result) else "concurrency",
+        "requests": len(result.requests) or None,
+        "concurrency": load.get("concurrency", load.get("max_concurrency")),
+        "rate": arrival_rate(result) if is_open_loop(result) else None,
+    }
+    return {key: value for key, value in phase.items() if value is not None}
+
+
+def _window_s(raw: Mapping[str, Any]) -> float | None:
+    """The window that the rates are of."""
+    requests, rate = _average(raw, "request_count"), _average(raw, "request_throughput")
+    return requests / rate if requests and rate else _average(raw, "benchmark_duration")
 
 
 def _recounted(raw: Mapping[str, Any]) -> bool:

@@ -5,29 +5,40 @@ gets a name of its own, and what has no place is named in the flag `unmapped` (v
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from stepfloor.errors import UserError
 from stepfloor.tools.bench.exchange import aiperf, lil, vllm
-from stepfloor.tools.bench.result import Result
+from stepfloor.tools.bench.metrics import measure
+from stepfloor.tools.bench.plot import short
+from stepfloor.tools.bench.result import Flag, Metric, Result
 
+AGREEMENT = 0.01
+COMPARED = ("value", "mean", "p50", "p90", "p95", "p99")
 TOOLS = ("vllm", "aiperf", "llm-inference-bench")
 
 
 def import_file(path: Path) -> tuple[Result, ...]:
     """Every result of a file, or of AIPerf's artifact directory.
 
+    Where the file holds its requests, figures are worked out from them as well: those that the tool gives and that
+    differ by more than AGREEMENT are named in a flag, those that it does not give are added, intervals as well.
+
     Raises UserError for what is no result file of vllm bench serve, AIPerf or llm-inference-bench.
     """
     path = path / aiperf.SUMMARY if path.is_dir() else path
     if path.suffix == ".csv":
-        return (aiperf.read(aiperf.read_table(path), path),)
-    results = tuple(result for raw in _objects(path) for result in _read(raw, path))
+        results = [aiperf.read(aiperf.read_table(path), path)]
+    elif path.name == aiperf.RECORDS:
+        results = [aiperf.read_records_alone(path)]
+    else:
+        results = [result for raw in _objects(path) for result in _read(raw, path)]
     if not results:
         raise UserError(f"{path} holds no result; pass a file of {', '.join(TOOLS)}")
-    return results
+    return tuple(_worked_out(result) for result in results)
 
 
 def export_results(results: Sequence[Result], tool: str, path: Path) -> tuple[Path, ...]:
@@ -55,6 +66,50 @@ def export_results(results: Sequence[Result], tool: str, path: Path) -> tuple[Pa
         lines = "\n".join(json.dumps(record) for record in aiperf.write_records(result))
         written.append(_put(path / aiperf.RECORDS, lines))
     return tuple(written)
+
+
+def summary(result: Result) -> Iterator[str]:
+    """An imported result in lines for people."""
+    origin = result.origin or {}
+    requests = f"{len(result.requests)} requests on record" if result.requests else "no requests on record"
+    yield f"{result.target.model or 'model unknown'}, {origin.get('tool')} ({origin.get('file')}), {requests}"
+    for name, metric in result.metrics.items():
+        if metric.headline in ("value", "mean"):
+            numbers = "  ".join(f"{k} {short(metric.stats[k])}" for k in COMPARED if k in metric.stats)
+        else:
+            numbers = "  ".join(map(short, metric.stats.values()))
+        yield f"  {name:36} {numbers}  {metric.unit}"
+    for flag in result.flags:
+        yield f"{'INVALID' if flag.invalidates else 'note'}: {flag.code}: {flag.text}"
+
+
+def _worked_out(result: Result) -> Result:
+    if not result.requests or not result.window_s:
+        return result
+    own = measure(result.requests, result.window_s)
+    metrics = dict(result.metrics)
+    disagreements: list[str] = []
+    for name, metric in own.items():
+        given = result.metrics.get(name)
+        apart = [] if given is None else list(_apart(name, given, metric))
+        disagreements += apart
+        if given is None:
+            metrics[name] = metric
+        elif not apart:  # the tool's figures, with the intervals that it does not give
+            metrics[name] = replace(given, intervals={k: v for k, v in metric.intervals.items() if k in given.stats})
+    flags = result.flags
+    if disagreements:
+        flags = (Flag("records_disagree", "; ".join(disagreements)), *flags)
+    origin = {**(result.origin or {}), "worked_out": sorted(own.keys() - result.metrics.keys())}
+    return replace(result, metrics=metrics, flags=flags, origin=origin)
+
+
+def _apart(name: str, given: Metric, own: Metric) -> Iterator[str]:
+    for statistic in COMPARED:
+        if statistic in given.stats and statistic in own.stats:
+            theirs, ours = given.stats[statistic], own.stats[statistic]
+            if abs(theirs - ours) > AGREEMENT * max(abs(theirs), abs(ours)):
+                yield f"{name} {statistic} is {short(theirs)}, its requests give {short(ours)}"
 
 
 def _read(raw: Any, path: Path) -> tuple[Result, ...]:

@@ -7,7 +7,7 @@
 | chunk_inter_token_latency | itl_request_mean_ms | of each request's mean gap, not of all gaps: named apart |
 | output_tps_per_user | per_user_rate | |
 | aggregate_tps of a burst | output_throughput | tokens / wall time of a finite burst |
-| aggregate_tps of a sustained cell | sustained_throughput | over a window that requests overlap at both ends: named apart |
+| aggregate_tps of a sustained cell | sustained_throughput | requests overlap the window's ends: named apart |
 | server_spec_accept_length, _pos_accept | acceptance_length, acceptance_per_position | |
 | server_steps_per_s | sequence_steps_per_s | a step of 8 sequences counts 8 times: named apart |
 | effective_concurrency | the same | |

@@ -46,7 +46,7 @@ class Taken:
             raise UserError(f"{self._path}: {self._where}{key} should be a number; got {value!r}")
         return float(value) if math.isfinite(value) else None
 
-    def keys(self) -> tuple[str, ...]:
+    def left(self) -> tuple[str, ...]:
         """The keys that are left."""
         return tuple(self._left)
 
@@ -69,9 +69,21 @@ def failed_flags(failed: int, completed: int) -> tuple[Flag, ...]:
 
 
 def is_open_loop(result: Result) -> bool:
-    """Whether requests were planned ahead: some were sent later than planned, or the load has a rate."""
+    """Whether requests were planned ahead, by what the load says; of an imported one, by its requests."""
+    if "arrivals" in result.load:
+        return result.load["arrivals"] != "closed"
+    if "request_rate" in result.load:
+        return result.load["request_rate"] not in (None, "inf")
+    return any(r.sent_s is not None and r.sent_s > r.planned_s for r in result.requests)
+
+
+def arrival_rate(result: Result) -> float:
+    """Requests a second of an open loop: as the load says, or as they were planned."""
     rate = result.load.get("request_rate")
-    return rate not in (None, "inf") or any(r.sent_s is not None and r.sent_s > r.planned_s for r in result.requests)
+    if isinstance(rate, (int, float)):
+        return float(rate)
+    span = max((r.planned_s for r in result.requests), default=0.0)
+    return (len(result.requests) - 1) / span if span else math.inf
 
 
 def from_sent(result: Result) -> dict[str, Metric]:

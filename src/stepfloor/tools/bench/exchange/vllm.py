@@ -26,6 +26,7 @@ from stepfloor.tools.bench.exchange.values import (
     FROM_SENT,
     TOTALS,
     Taken,
+    arrival_rate,
     failed_flags,
     from_sent,
     is_open_loop,
@@ -55,7 +56,7 @@ _STATISTIC = re.compile(r"(mean|median|std|p\d+(?:\.\d+)?)_(\w+)_ms")
 
 def recognises(raw: Mapping[str, Any]) -> bool:
     """Whether a JSON object looks like one of this tool's."""
-    return {"model_id", "request_throughput", "duration"} <= raw.keys()
+    return {"model_id", "backend", "duration"} <= raw.keys()
 
 
 def read(raw: Mapping[str, Any], path: Path) -> Result:
@@ -77,7 +78,9 @@ def read(raw: Mapping[str, Any], path: Path) -> Result:
     if positions:
         metrics["acceptance_per_position"] = Metric("ratio", {str(i): float(x) for i, x in enumerate(positions)})
     requests = tuple(_requests(taken, open_loop))
-    taken.drop("date", "endpoint_type", "model_id")
+    window_s = taken.number("duration")
+    # rtfx is about speech, and zero for text
+    taken.drop("date", "endpoint_type", "model_id", "rtfx")
     return Result(
         kind="imported",
         target=Target(url="", model=str(raw["model_id"])),
@@ -86,7 +89,7 @@ def read(raw: Mapping[str, Any], path: Path) -> Result:
         flags=(*failed_flags(counted.get("failed", 0), counted.get("completed", 0)), *taken.unmapped()),
         requests=requests,
         server={"source": TOOL, **counters} if counters else None,
-        window_s=taken.number("duration"),
+        window_s=window_s,
         origin={"tool": TOOL, "file": path.name, **counted},
         created=datetime.strptime(str(raw["date"]), "%Y%m%d-%H%M%S").isoformat(),
     )
@@ -94,7 +97,7 @@ def read(raw: Mapping[str, Any], path: Path) -> Result:
 
 def _latencies(taken: Taken, open_loop: bool) -> dict[str, Metric]:
     found: dict[str, dict[str, float]] = {}
-    for key in taken.keys():
+    for key in taken.left():
         part = _STATISTIC.fullmatch(key)
         ours = part and _our_latency(part[2], open_loop)
         value = taken.number(key) if ours else None
@@ -153,7 +156,7 @@ def write(result: Result) -> dict[str, Any]:
         "model_id": result.target.model,
         "tokenizer_id": load.get("tokenizer_id"),
         "num_prompts": load.get("num_prompts", len(result.requests) or None),
-        "request_rate": load.get("request_rate") or "inf",
+        "request_rate": arrival_rate(result) if is_open_loop(result) else "inf",
         "burstiness": load.get("burstiness", 1.0),
         "max_concurrency": load.get("max_concurrency", load.get("concurrency")),
         "duration": result.window_s,
@@ -179,13 +182,13 @@ def write(result: Result) -> dict[str, Any]:
 
 def _their_latencies(result: Result) -> dict[str, Metric]:
     """Their names; with a request rate what counts from sending stands under the plain name."""
-    metrics = dict(result.metrics)
+    metrics = result.metrics
     if not is_open_loop(result):
         return {theirs: metrics[ours] for theirs, ours in _LATENCIES.items() if ours in metrics}
     found = {}
     if "e2e_ms" in metrics:
         found["e2el_including_client_queue"] = metrics["e2e_ms"]
-    metrics |= from_sent(result)
+    metrics = from_sent(result) | dict(metrics)
     for theirs, ours in _LATENCIES.items():
         name = FROM_SENT.get(ours, ours)
         if name in metrics:

@@ -1,8 +1,8 @@
 """What counts as the answer in a text, and whether it is right: one rule for each kind of question.
 
     number    the last number marked as the answer, by `####`, `\\boxed{}` or "the answer is"; else the last number
-    letter    the last letter marked as the answer, by `\\boxed{}`, "the answer is" or "Answer:"; else a last line that is
-              nothing but a letter
+    letter    the last letter marked as the answer, by `\\boxed{}`, "the answer is" or "Answer:"; else a last line
+              that is nothing but a letter
     sentence  the first sentence of the text, blanks collapsed
     line      the first line of the text up to closing quotes, blanks collapsed
 

@@ -4,12 +4,12 @@ import doctest
 
 import pytest
 
-from stepfloor.tools.bench import answers
-from stepfloor.tools.bench.answers import answer_of, is_right
+from stepfloor.tools.bench import grading
+from stepfloor.tools.bench.grading import answer_of, is_right
 
 
 def test_the_examples_in_the_docs_hold() -> None:
-    assert doctest.testmod(answers).failed == 0
+    assert doctest.testmod(grading).failed == 0
 
 
 @pytest.mark.parametrize(
