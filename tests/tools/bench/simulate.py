@@ -41,7 +41,7 @@ def compare_once(
             Series(f"m{k}", "", "a", "b", tuple(range(n)), tuple(values[:n, 0, k]), tuple(values[:n, 1, k]))
             for k in range(metrics)
         ]
-        found = judge(series, asked, level=LookLevel(tuple(looks[: i + 1]), most))
+        found = judge(series, asked, level=LookLevel(tuple(looks[: i + 1]), most), resamples=0)
         words = [c.verdict.word for c in found]
         if words[0] != "unresolved" or n == most:
             return ("effect" if "effect" in words else words[0]), n
@@ -75,8 +75,8 @@ def main() -> None:
             (3, 0, 1),
             (3, -1, 1),
         ):
-            words, rounds = simulate(10_000, Machine(2.0, drift, effect), looks, metrics=metrics)
-            shares = " | ".join(f"{words[word] / 100:.1f} %" for word in ("effect", "no effect", "unresolved"))
+            words, rounds = simulate(5000, Machine(2.0, drift, effect), looks, metrics=metrics)
+            shares = " | ".join(f"{words[word] / 50:.1f} %" for word in ("effect", "no effect", "unresolved"))
             print(f"| {effect} % | {drift} % | {shown} | {metrics} | {shares} | {rounds:.1f} |")
 
 

@@ -72,14 +72,16 @@ def paired_t(differences: Sequence[float]) -> PairedT:
     return PairedT(n, mean, sd, se, t, n - 1, p, int((values > 0).sum()))
 
 
-def bootstrap_t(differences: Sequence[float], level: float = 0.95, seed: int = 0) -> tuple[float, float] | None:
-    """The studentised bootstrap interval of the mean, or None for fewer than BOOTSTRAP_PAIRS differences."""
+def bootstrap_t(
+    differences: Sequence[float], level: float = 0.95, seed: int = 0, resamples: int = BOOTSTRAP_RESAMPLES
+) -> tuple[float, float] | None:
+    """The studentised bootstrap interval of the mean; None below BOOTSTRAP_PAIRS differences, or without resamples."""
     n = len(differences)
-    if n < BOOTSTRAP_PAIRS:
+    if n < BOOTSTRAP_PAIRS or not resamples:
         return None
     values = np.asarray(differences, dtype=float)
     mean, se = values.mean(), values.std(ddof=1) / math.sqrt(n)
-    drawn = values[np.random.default_rng(seed).integers(0, n, (BOOTSTRAP_RESAMPLES, n))]  # [resamples, n]
+    drawn = values[np.random.default_rng(seed).integers(0, n, (resamples, n))]  # [resamples, n]
     spread = drawn.std(axis=1, ddof=1) / math.sqrt(n)
     # one value drawn n times has no t of its own: once in n**(n - 1) resamples
     usable = spread > 0

@@ -12,6 +12,7 @@ from typing import Literal
 
 from stepfloor.errors import UserError
 from stepfloor.tools.bench.statistics import (
+    BOOTSTRAP_RESAMPLES,
     PairedT,
     Slope,
     autocorrelation,
@@ -160,12 +161,14 @@ def judge(
     floor_percent: float = 0.0,
     doubt: str | None = None,
     seed: int = 0,
+    resamples: int = BOOTSTRAP_RESAMPLES,
 ) -> tuple[Comparison, ...]:
     """A verdict for each series.
 
     level          gives the level of one test from how many hypotheses still stand and the error rate of them all
     floor_percent  noise floor, from a comparison of an arm with itself: what is smaller is not called an effect
     doubt          why nothing can be concluded at all, if that is so: every word becomes "unresolved"
+    resamples      of the bootstrap, which no verdict depends on; 0 leaves it out
     """
     tests = [paired_t(one.differences) if len(one.rounds) >= LEAST_PAIRS else None for one in series]
     margins = [_margin(asked[one.metric], one) for one in series]
@@ -176,7 +179,7 @@ def judge(
         lambda standing: level(standing, 2 * alpha) / 2,
     )
     return tuple(
-        _compare(one, asked[one.metric], test, margin, effect, same, floor_percent, doubt, seed)
+        _compare(one, asked[one.metric], test, margin, effect, same, floor_percent, doubt, seed, resamples)
         for one, test, margin, effect, same in zip(series, tests, margins, differs, equal, strict=True)
     )
 
@@ -197,6 +200,7 @@ def _compare(
     floor_percent: float,
     doubt: str | None,
     seed: int,
+    resamples: int,
 ) -> Comparison:
     n = len(series.rounds)
     base, arm = (sum(values) / n if n else math.nan for values in (series.base, series.arm))
@@ -213,7 +217,7 @@ def _compare(
         paired=test,
         level=level,
         interval=test.interval(1 - level),
-        bootstrap=bootstrap_t(series.differences, 1 - level, seed),
+        bootstrap=bootstrap_t(series.differences, 1 - level, seed, resamples),
         margin=margin,
         equivalence_p=None if margin is None else test.equivalence_p(margin),
         equivalence_level=None if margin is None else equivalence_level,
