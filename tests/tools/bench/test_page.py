@@ -59,7 +59,7 @@ def pairs() -> tuple[Comparison, ...]:
     random = np.random.default_rng(0)
     base = 100 + random.normal(0, 2, 11)
     arm = base + 3 + random.normal(0, 0.5, 11)
-    series = Series("output_throughput", "tokens/s", "k=0", "k=3", tuple(range(1, 12)), tuple(base), tuple(arm))
+    series = Series("output_throughput", "tokens/s", "k=0", "k=3", tuple(range(11)), tuple(base), tuple(arm))
     return judge([series], {"output_throughput": Asked("output_throughput", True, Margin(1, True))})
 
 
@@ -175,6 +175,8 @@ def test_a_verdict_shows_its_pairs() -> None:
     assert chart.svg.count("<circle") == 11
     assert chart.svg.count('class="end') == 2
     assert "would not matter" in chart.svg
+    assert ">11</text>" in chart.svg
+    assert ">0</text>" not in chart.svg.partition("round")[0].rpartition("tick")[2]
 
 
 def test_the_rounds_of_an_arm_share_a_line_and_have_a_row_each() -> None:
@@ -182,6 +184,7 @@ def test_the_rounds_of_an_arm_share_a_line_and_have_a_row_each() -> None:
     text = page(rounds, pairs(), ["k=0", "k=3", "k=3", "k=0"])
     for name in ("k=0, 1", "k=0, 2", "k=3, 1", "k=3, 2"):
         assert f'<th scope="row">{name}</th>' in text
+    assert text.count("Load and configuration") == 2
     found = {c.id: c for c in charts(rounds, (), ["k=0", "k=3", "k=3", "k=0"])}
     assert found["ttft"].legend == ("k=0", "k=3")
     assert "24 values" in page(rounds[:2], (), ["k=0", "k=0"])

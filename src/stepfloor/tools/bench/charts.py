@@ -291,15 +291,15 @@ def _kinds(items: Sequence[Item]) -> Iterator[tuple[str, int, int]]:
 def _pairs(comparison: Comparison, series: int) -> Chart:
     """The difference of each round, the mean's interval and the margin that would not matter."""
     s = comparison.series
-    differences = s.differences
+    differences, rounds = s.differences, [number + 1 for number in s.rounds]
     held = [
         *differences,
         *(comparison.interval or ()),
         *((-comparison.margin, comparison.margin) if comparison.margin else ()),
     ]
     x = Axis(
-        "round", min(s.rounds) - 0.6, max(s.rounds) + 0.6,
-        ticks=tuple((float(r), str(r)) for r in s.rounds[:: max(1, len(s.rounds) // 12)]),
+        "round", min(rounds) - 0.6, max(rounds) + 0.6,
+        ticks=tuple((float(r), str(r)) for r in rounds[:: max(1, len(rounds) // 12)]),
     )  # fmt: skip
     y = Axis.around(f"{s.arm_name} less {s.base_name}, {s.unit}", held)
     plot = Plot(f"{s.metric}: difference in each round", comparison.verdict.reason, x, y)
@@ -311,7 +311,7 @@ def _pairs(comparison: Comparison, series: int) -> Chart:
         plot.level(comparison.paired.mean, f"mean {comparison.paired.mean:.4g}", f"mean s{series % SERIES}")
         for end in (low, high):
             plot.level(end, f"interval {low:.4g} to {high:.4g}", f"end s{series % SERIES}")
-    for number, difference in zip(s.rounds, differences, strict=True):
+    for number, difference in zip(rounds, differences, strict=True):
         plot.dot(
             number, difference, series, f"round {number}: {difference:+.4g} {s.unit} ({comparison.show(difference)})"
         )

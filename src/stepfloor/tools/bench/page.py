@@ -63,7 +63,9 @@ def page(results: Sequence[Result], comparisons: Sequence[Comparison] = (), name
         body.append(_cells_table(results, rows))
     body.append(f'<section class="charts">{"".join(map(_chart, charts(results, comparisons, names)))}</section>')
     body += [wrong for result, name in zip(results, rows, strict=True) if (wrong := _wrong_items(result.items, name))]
-    body += [_load(result, name) for result, name in list(zip(results, rows, strict=True))[:_LOADS]]
+    # the rounds of an arm have one configuration
+    firsts = dict(reversed(list(zip(names, results, strict=True))))
+    body += [_load(firsts[name], name) for name in list(dict.fromkeys(names))[:_LOADS]]
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
