@@ -1,6 +1,8 @@
 """The page of a measurement: what it says, that it asks nobody for anything, and (slow) what a browser makes of it."""
 
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -239,6 +241,14 @@ def test_a_cell_stands_where_its_load_says() -> None:
     assert place({"concurrency": 4, "context": 16384}) == (4.0, 16384.0)
     assert place({"max_concurrency": 2}) == (2.0, 0.0)
     assert place({"input_len": "512"}) == (None, 0.0)
+
+
+def test_a_page_needs_no_scipy() -> None:
+    """Only comparisons do; bench serve --html must not ask for it."""
+    blocked = "import sys; sys.modules['scipy'] = None; import stepfloor.tools.bench.page, stepfloor.tools.bench.speed"
+    subprocess.run(
+        [sys.executable, "-c", blocked], check=True, env={"PYTHONPATH": str(Path(__file__).parents[3] / "src")}
+    )
 
 
 def test_nothing_to_show_and_nowhere_to_write(tmp_path: Path) -> None:

@@ -3,11 +3,14 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from stepfloor.tools.bench.plot import SERIES, Axis, Plot, short
 from stepfloor.tools.bench.proportions import wilson
 from stepfloor.tools.bench.result import Device, Item, Request, Result
-from stepfloor.tools.bench.verdict import Comparison
+
+if TYPE_CHECKING:  # it brings scipy, which a page of one measurement does without
+    from stepfloor.tools.bench.verdict import Comparison
 
 # beyond this, lines on one plot cannot be told apart
 MOST_LINES = SERIES
@@ -28,7 +31,7 @@ class Chart:
 
 
 def charts(
-    results: Sequence[Result], comparisons: Sequence[Comparison] = (), names: Sequence[str] = ()
+    results: Sequence[Result], comparisons: Sequence["Comparison"] = (), names: Sequence[str] = ()
 ) -> Iterator[Chart]:
     """Every chart that these results have data for, in the order of the page.
 
@@ -288,7 +291,7 @@ def _kinds(items: Sequence[Item]) -> Iterator[tuple[str, int, int]]:
         yield kind, sum(i.correct for i in of_kind), len(of_kind)
 
 
-def _pairs(comparison: Comparison, series: int) -> Chart:
+def _pairs(comparison: "Comparison", series: int) -> Chart:
     """The difference of each round, the mean's interval and the margin that would not matter."""
     s = comparison.series
     differences, rounds = s.differences, [number + 1 for number in s.rounds]

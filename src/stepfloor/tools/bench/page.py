@@ -8,12 +8,15 @@ marked wherever it appears.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from stepfloor.errors import UserError
 from stepfloor.tools.bench.charts import RATES, Chart, charts, labels, place
 from stepfloor.tools.bench.plot import SERIES, short
 from stepfloor.tools.bench.result import Flag, Item, Metric, Result
-from stepfloor.tools.bench.verdict import Comparison
+
+if TYPE_CHECKING:  # it brings scipy, which a page of one measurement does without
+    from stepfloor.tools.bench.verdict import Comparison
 
 _PERCENTILES = ("p50", "p90", "p95", "p99")
 _FIRST = (
@@ -33,7 +36,7 @@ _LOADS = 24
 
 
 def write_page(
-    results: Sequence[Result], path: Path, comparisons: Sequence[Comparison] = (), names: Sequence[str] = ()
+    results: Sequence[Result], path: Path, comparisons: Sequence["Comparison"] = (), names: Sequence[str] = ()
 ) -> None:
     """Write the page of one result, of a matrix, or of an A/B run; names as charts takes them, the arms of an A/B run.
 
@@ -46,7 +49,7 @@ def write_page(
         raise UserError(f"cannot write {path}: {error.strerror}; pass a path in a directory that is yours") from None
 
 
-def page(results: Sequence[Result], comparisons: Sequence[Comparison] = (), names: Sequence[str] = ()) -> str:
+def page(results: Sequence[Result], comparisons: Sequence["Comparison"] = (), names: Sequence[str] = ()) -> str:
     """The whole document. Raises ValueError without anything to show."""
     if not results and not comparisons:
         raise ValueError("a page wants at least one result or comparison")
@@ -74,7 +77,7 @@ def page(results: Sequence[Result], comparisons: Sequence[Comparison] = (), name
     )
 
 
-def _title(results: Sequence[Result], comparisons: Sequence[Comparison]) -> str:
+def _title(results: Sequence[Result], comparisons: Sequence["Comparison"]) -> str:
     if comparisons:
         s = comparisons[0].series
         return f"{s.arm_name} against {s.base_name}"
@@ -208,7 +211,7 @@ def _rate(result: Result) -> float | None:
     return next((result.metrics[name].value for name in RATES if name in result.metrics), None)
 
 
-def _verdicts(comparisons: Sequence[Comparison]) -> str:
+def _verdicts(comparisons: Sequence["Comparison"]) -> str:
     rows = []
     for c in comparisons:
         better = {True: ("good", " (better)"), False: ("bad", " (worse)"), None: ("note", "")}[c.verdict.better]
@@ -223,7 +226,7 @@ def _verdicts(comparisons: Sequence[Comparison]) -> str:
     return f"<section><h2>Verdict</h2>{_table(heads, rows, kind='verdicts')}</section>"
 
 
-def _whose(comparison: Comparison) -> str:
+def _whose(comparison: "Comparison") -> str:
     return f"{comparison.series.metric}, {comparison.series.arm_name}"
 
 
