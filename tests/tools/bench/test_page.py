@@ -145,6 +145,13 @@ def test_a_result_that_does_not_count_is_marked_wherever_it_is() -> None:
     assert "✓ valid" in page([one()])
 
 
+def test_a_page_is_titled_by_what_it_holds() -> None:
+    assert "<h1>Matrix: a &lt;model&gt;" in page(matrix())
+    assert "<h1>Accuracy, 2 results: " in page([accuracy(), accuracy()])
+    assert "<h1>k=3 against k=0" in page([one(), one()], pairs(), ["k=0", "k=3"])
+    assert "<h1>Imported: stub" in page([one()])
+
+
 def test_flags_of_many_results_stand_once() -> None:
     text = page(matrix())
     assert text.count("<b>warm up</b>") == 1

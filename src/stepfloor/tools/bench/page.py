@@ -81,8 +81,11 @@ def _title(results: Sequence[Result], comparisons: Sequence["Comparison"]) -> st
     if comparisons:
         s = comparisons[0].series
         return f"{s.arm_name} against {s.base_name}"
-    kind = "matrix" if len(results) > 1 else results[0].kind
-    return f"{kind.capitalize()}: {results[0].target.model}"
+    kinds = {r.kind for r in results}
+    kind = kinds.pop() if len(kinds) == 1 else "results"
+    if len(results) > 1:
+        kind = "matrix" if kind == "matrix cell" else f"{kind}, {len(results)} results"
+    return f"{kind[:1].upper()}{kind[1:]}: {results[0].target.model}"
 
 
 def _numbered(names: Sequence[str]) -> tuple[str, ...]:
