@@ -30,6 +30,7 @@ _CELL_METRICS = (
     "ttft_ms",
     "tpot_ms",
     "acceptance_length",
+    "accuracy",
 )
 _WRONG_ITEMS = 200
 _LOADS = 24
