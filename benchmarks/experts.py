@@ -35,7 +35,7 @@ from stepfloor.formats.codec import PackedWeight
 from stepfloor.kernels._experts import (
     CAPACITIES,
     MAX_ROWS,
-    SHARED_LIMIT,
+    SHARED_LIMIT_OF_TWO,
     STEP_BYTES,
     TiledExperts,
     capacity_for,
@@ -73,11 +73,11 @@ FAMILIES = ("gate_up", "gather", "down", "spill", "chain", "route")
 QUICK_FAMILIES = ("chain", "route")
 CHAIN_ROWS = (1, 4, 8, 16, 64)
 CHAIN_PLANS = (
-    ("lean x 2", "4/16/1/2/2"),
-    ("held x 2", "8/8/1/2/1"),
-    ("held x 1", "8/6/1/2/2"),
-    ("gather 2 x 2", "8/8/1/2/1"),
-    ("gather 2 x 3", "4/16/1/2/1"),
+    ("lean x 2", "54x4/8/1/2/1"),
+    ("held x 2", "30x8/8/1/2/1"),
+    ("held x 1", "28x8/6/1/2/2"),
+    ("gather 2 x 2", "30x8/8/1/2/1"),
+    ("gather 2 x 3", "54x4/8/1/2/1"),
 )
 LAYERS = 12
 PART_LIMIT_S = 60
@@ -201,16 +201,20 @@ def groups_for(rows: int) -> tuple[int, ...]:
 
 
 def down_plans(rows: int, multiprocessors: int) -> dict[str, DownPlan]:
-    """The kernels that can serve this many rows: blocks of a cluster, warps, slots of a warp, pairs, sharers."""
+    """The kernels that can serve this many rows: clusters x blocks of one, warps, slots of a warp, pairs, sharers."""
     stand_in = stand_ins()[1]
     found: dict[str, DownPlan] = {}
-    for (cluster, warps), slots, sharers in itertools.product(((4, 16), (8, 8), (8, 6)), (1, 2, 3), (1, 2)):
+    default = plan_down(stand_in, WIDTH, TOPK, rows, multiprocessors)
+    for (cluster, warps), slots, sharers in itertools.product(((4, 8), (8, 8), (8, 6)), (1, 2, 3), (1, 2)):
         for group in groups_for(rows):
-            plan = plan_down(stand_in, WIDTH, TOPK, rows, multiprocessors, cluster, warps)
-            plan = replace(plan, slots=slots, group=min(group, plan.rows), sharers=sharers)
-            wanted = 2 if cluster == 8 else 1
-            if plan.shared_bytes <= SHARED_LIMIT and plan.per_multiprocessor >= wanted:
-                found[f"{cluster}/{warps}/{slots}/{plan.group}/{sharers}"] = plan
+            plan = replace(default, cluster=cluster, warps=warps, slots=slots, group=group, sharers=sharers)
+            if plan.shared_bytes > SHARED_LIMIT_OF_TWO:
+                continue
+            # a chip may run fewer clusters at once than its multiprocessors have room for
+            counts = (64, 60, 54, 40) if cluster == 4 else (32, 30, 28, 27, 24)
+            usual = (slots, sharers, group) == (default.slots, default.sharers, default.group)
+            for count in counts if usual else (counts[0], counts[2]):
+                found[f"{count}x{cluster}/{warps}/{slots}/{group}/{sharers}"] = replace(plan, clusters=count)
     return found
 
 
@@ -419,7 +423,7 @@ def check_down(family: str, cache_dir: Path, device: torch.device) -> tuple[floa
         f"{capacity} {name}": plan
         for capacity in ((80, 16, 1) if family == "spill" else (16, 8, 4, 2, 1))
         for name, plan in down_plans(capacity, count).items()
-        if family == "down" or capacity == 80 or name == "4/16/1/2/1"
+        if family == "down" or capacity == 80 or name == "54x4/8/1/2/1"
     }
     bound = exact.abs() * 2**-8 + sizes * terms
     worst, errors = check_outputs("down", {n: output(p) for n, p in plans.items()}, exact, bound)
@@ -578,6 +582,9 @@ def time_case(
     seconds = down_plans(rows, count)
     if ("down" if small else "spill") not in passed:
         seconds = {}
+    default = plan_down(weights.down[0], WIDTH, TOPK, rows, count)
+    at_once = down_launch(default, device, cache).clusters_at_once
+    say(f"moe_down wants {default.clusters} clusters of {default.cluster} blocks; the device runs {at_once} at once")
     first_arguments = [gate_up_arguments(x[i], ids[i], weights.gate_up[i], hidden[i]) for i in layers]
     # plans differ in how many sums they keep apart
     scratch = down_scratch(max(seconds.values(), key=lambda plan: plan.lines), device) if seconds else None

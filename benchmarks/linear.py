@@ -49,6 +49,7 @@ from stepfloor.kernels.linear import (
     StreamedWeight,
     Variant,
     choose_variant,
+    fit_variant,
     group_variant,
     kernel_macros,
     launch_for,
@@ -670,7 +671,8 @@ def time_shape(
         for candidate in candidates(n, k, rows, device, format_name, options.quick):
             if candidate.family not in passed:
                 continue
-            launch = launch_for(candidate.plan, candidate.variant, device, options.cache_dir, candidate.dependent)
+            variant = fit_variant(candidate.plan, candidate.variant, device, options.cache_dir)
+            launch = launch_for(candidate.plan, variant, device, options.cache_dir, candidate.dependent)
             step = candidate.variant.max_rows
             arguments = [
                 pack_arguments(part, x[first : first + step], out[first : first + step], scales)

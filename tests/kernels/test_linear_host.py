@@ -100,6 +100,9 @@ SPREAD_CASES = [
     ),
     in_format("mxfp8", PIECES, "pieces", [TALL, Variant(2, True, 1, 3, 1, 1)], "mxfp8"),
     in_format("bf16", replace(SPREAD, k=496), "two buffers", [TALL, TWO_BUFFERS, replace(TWO_BUFFERS, tiles=3)]),
+    in_format(
+        "bf16", replace(SPREAD, n=174), "three clusters", [TALL, Variant(2, True, 2, 2, 2, 1, clusters=3)], "bf16"
+    ),
 ]
 
 
@@ -204,7 +207,7 @@ def run(
     out = torch.full((rows + 2, n + 3), torch.nan, dtype=torch.bfloat16)
     arguments = ctypes.create_string_buffer(pack_arguments(tape, held[:, : plan.k], out[:rows], scales))
     library.run.argtypes = [ctypes.c_void_p, *[ctypes.c_uint64] * 3, *[ctypes.c_int] * 3, ctypes.c_uint64]
-    blocks, cluster = (spread_clusters(plan) * WARPS, WARPS) if variant.together else (plan.blocks, plan.split)
+    blocks, cluster = (spread_clusters(plan, variant) * WARPS, WARPS) if variant.together else (plan.blocks, plan.split)
     limits = (tape.numel(), size(scales), held.numel() * 2)
     assert library.run(arguments, *limits, blocks, cluster, block_threads(variant), shared_bytes(plan, variant)) == 0
     assert bool(out[rows:].isnan().all())

@@ -132,6 +132,13 @@ class Launch:
         self._launch: Callable[..., tuple[Any]] = driver.cuLaunchKernelEx
         self._doing = f"launching {name}, {grid} blocks of {block} threads, {shared_bytes} bytes of shared memory"
 
+    @property
+    def clusters_at_once(self) -> int:
+        """Clusters (blocks where there are none) that the device runs at the same time, if it runs nothing else."""
+        from cuda.bindings import driver
+
+        return int(_checked(driver.cuOccupancyMaxActiveClusters(self._function, self._config), "asking for clusters"))
+
     def __call__(self, arguments: bytes) -> None:
         """Queue the kernel on torch's current stream; `arguments` is its one by-value struct, packed as C packs it."""
         packed = ctypes.create_string_buffer(arguments, len(arguments))

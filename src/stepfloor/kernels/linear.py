@@ -53,6 +53,7 @@ class Variant:
     tiles        tiles of x rows; tall  whether a tile has 16 rows or 8
     stage_steps  steps of a stage of the group and spread kernels, 0 for the ring kernel; stages  in shared memory
     together     passes that a warp of the spread kernel takes at a time, 0 for the others; buffers  of its sums
+    clusters     of the spread kernel, 0 for as many as the plan's multiprocessors hold
     """
 
     tiles: int
@@ -61,6 +62,7 @@ class Variant:
     stages: int = 0
     together: int = 0
     buffers: int = 1
+    clusters: int = 0
 
     @property
     def max_rows(self) -> int:
@@ -158,7 +160,8 @@ def linear_repack(
     streamed = StreamedWeight(plan, pack_tape(weight, plan), cache_dir or default_cache_dir(), outer_scales(weight))
     dense_launch(plan, (1, plan.n, plan.n), target, streamed.cache_dir)
     for rows in (8, *range(16, min(max_rows, MAX_ROWS) + 16, 16)):
-        launch_for(plan, choose_variant(plan, rows, has_warpgroups(target)), target, streamed.cache_dir)
+        variant = choose_variant(plan, rows, has_warpgroups(target))
+        launch_for(plan, fit_variant(plan, variant, target, streamed.cache_dir), target, streamed.cache_dir)
     # kernels request weights before they wait for their predecessor, which the repacking must not be
     torch.cuda.synchronize(target)
     return streamed
@@ -219,10 +222,11 @@ def choose_variant(plan: StreamPlan, rows: int, warpgroups: bool = True) -> Vari
     group = group_variant(plan, tiles) if warpgroups else None
     if group is not None:
         return group
+    spread = spread_variant(plan, tiles)
+    if spread is not None:
+        return spread
     # scaled sums of several tiles would not fit in registers beside the others
-    if plan.passes == 1 and plan.format != "fp8_block":
-        return Variant(tiles, True)
-    return spread_variant(plan, tiles) or Variant(1, True)
+    return Variant(tiles, True) if plan.passes == 1 and plan.format != "fp8_block" else Variant(1, True)
 
 
 def has_warpgroups(device: torch.device) -> bool:
@@ -260,7 +264,7 @@ def spread_variant(plan: StreamPlan, tiles: int) -> Variant | None:
     widths = -(-plan.pass_rows // 8)
     if plan.split > 1 or plan.slices < WARPS or plan.format == "fp8_block" or widths * tiles > 20:
         return None
-    passes = -(-plan.groups * plan.passes // spread_clusters(plan))
+    passes = -(-plan.groups * plan.passes // spread_clusters(plan, Variant(tiles, True)))
     together = max(1, min(4 // widths, -(-passes // WARPS)))
     unit = plan.coding.unit
     for stage_steps in (2, 1) if unit == 1 and plan.chunk_steps % 2 == 0 else (unit,):
@@ -272,9 +276,21 @@ def spread_variant(plan: StreamPlan, tiles: int) -> Variant | None:
     return None
 
 
-def spread_clusters(plan: StreamPlan) -> int:
-    """Clusters of the spread kernel, a block for each slice. 132 multiprocessors hold 16 clusters of 8."""
-    return max(1, plan.blocks // WARPS)
+def spread_clusters(plan: StreamPlan, variant: Variant) -> int:
+    """Clusters of the spread kernel, a block for each slice."""
+    return variant.clusters or max(1, plan.blocks // WARPS)
+
+
+@cache
+def fit_variant(plan: StreamPlan, variant: Variant, device: torch.device, cache_dir: Path) -> Variant:
+    """The variant with no more clusters than the device runs at once: a second wave takes as long as the first.
+
+    132 multiprocessors hold 16 clusters of 8 blocks, but an H200 runs 15: those of a cluster lie in one part of it.
+    """
+    if variant.together == 0:
+        return variant
+    at_once = launch_for(plan, variant, device, cache_dir).clusters_at_once
+    return variant if at_once >= spread_clusters(plan, variant) else replace(variant, clusters=max(1, at_once))
 
 
 def spread_bytes(plan: StreamPlan, variant: Variant) -> int:
@@ -291,7 +307,9 @@ def stream_product(x: Tensor, weight: StreamedWeight, out: Tensor, variant: Vari
     plan = weight.plan
     if x.stride(-1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.contiguous()  # rows are read 16 bytes at a time
-    chosen = choose_variant(plan, x.shape[0], has_warpgroups(x.device)) if variant is None else variant
+    if variant is None:
+        variant = choose_variant(plan, x.shape[0], has_warpgroups(x.device))
+    chosen = fit_variant(plan, variant, x.device, weight.cache_dir)
     launch = launch_for(plan, chosen, x.device, weight.cache_dir)
     for first in range(0, x.shape[0], chosen.max_rows):
         part, to = x[first : first + chosen.max_rows], out[first:]
@@ -315,7 +333,7 @@ def launch_for(
         cubin,
         "linear_kernel",
         device,
-        spread_clusters(plan) * WARPS if spread else plan.blocks,
+        spread_clusters(plan, variant) * WARPS if spread else plan.blocks,
         block_threads(variant),
         shared_bytes(plan, variant),
         cluster=WARPS if spread else plan.split,
@@ -335,7 +353,7 @@ def kernel_macros(plan: StreamPlan, variant: Variant) -> dict[str, int]:
         "STAGE_STEPS": max(1, variant.stage_steps),
         "STAGES": variant.stages,
         "TOGETHER": max(1, variant.together),
-        "CLUSTERS": spread_clusters(plan),
+        "CLUSTERS": spread_clusters(plan, variant),
         "BUFFERS": variant.buffers,
         "PER_SM": blocks_per_multiprocessor(plan, variant),
     }

@@ -1,7 +1,7 @@
 // y = sum over a row's choices of w (h D_e^T) + shared gate * (shared hidden D_s^T), NVFP4 experts, bf16 shared expert.
 // Source: moe_down.py, which states the plan that the macros below repeat; include/experts.cuh for the format.
 //
-// A cluster owns TILES of 16 output rows. Its warps take (entry of the expert list, tile) in turn, with no barrier in
+// A cluster owns up to TILES of 16 output rows. Its warps take (entry of the expert list, tile) in turn, with no barrier in
 // between, each warp both halves of the columns or a pair of warps one half each: a piece of weights and the rows of h it
 // meets arrive in one slot.
 // What a pair (row, choice) gets from each half is kept apart until the end, so that a value's sum is the same for any
@@ -18,7 +18,7 @@
 // EXPERTS, TOPK   experts; choices of a row
 // STEPS           64-column steps of half of the columns
 // SHARERS         warps that share a tile: 1, or 2 with half of the columns each
-// CLUSTER, TILES  blocks that share tiles; tiles of a cluster
+// CLUSTER         blocks that share tiles. CLUSTERS  of the grid, which share all tiles as evenly as they can
 // WARPS, SLOTS    warps of a block; pieces of a warp in shared memory
 // ROWS, GROUP     most rows; most pairs of an entry of the list
 // SPILL           whether what pairs get lies in global memory
@@ -34,22 +34,26 @@ constexpr int PAIRS = ROWS * TOPK;
 constexpr int SHARED_STEPS = (SHARED_K + 63) / 64;
 constexpr int SHARED_LINE = SHARERS * PAIRS;
 constexpr int LINES = SHARED_LINE + SHARED_STEPS * ROWS;  // of 16 sums
+constexpr int TILES = (N / 16 + CLUSTERS - 1) / CLUSTERS;  // of a cluster at most
 constexpr int OWNED = (TILES + CLUSTER - 1) / CLUSTER;  // tiles that one block adds up
 constexpr int TEAMS = CLUSTER * WARPS / SHARERS;
 constexpr bool PADDED = 2 * STEPS * 64 > K;
-static_assert(2 * STEPS * 64 >= K && K % 16 == 0 && N % (16 * TILES) == 0 && SHARED_K % 16 == 0 && WARPS % SHARERS == 0 && GROUP <= 8, "plan");
+static_assert(2 * STEPS * 64 >= K && K % 16 == 0 && N % 16 == 0 && CLUSTERS <= N / 16 && SHARED_K % 16 == 0 && WARPS % SHARERS == 0 && GROUP <= 8, "plan");
 
 using List = ExpertList<EXPERTS, TOPK, ROWS, GROUP, THREADS>;
 static_assert(sizeof(List) <= LIST_BYTES && LIST_BYTES - sizeof(List) < 16, "plan");
 
 // A tile of an entry of the list; those of a warp, or of a pair of warps, are TEAMS apart.
 struct Unit {
-  int entry, tile;
+  int tiles, entry, tile, entries_on, tiles_on;
+
+  DEVICE Unit(int tiles, int number)
+      : tiles(tiles), entry(number / tiles), tile(number % tiles), entries_on(TEAMS / tiles), tiles_on(TEAMS % tiles) {}
   DEVICE void advance() {
-    entry += TEAMS / TILES;
-    tile += TEAMS % TILES;
-    if (tile >= TILES) {
-      tile -= TILES;
+    entry += entries_on;
+    tile += tiles_on;
+    if (tile >= tiles) {
+      tile -= tiles;
       entry++;
     }
   }
@@ -75,7 +79,8 @@ DEVICE float from_bf16(u16 value) { return __uint_as_float((u32)value << 16); }
 extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) moe_down_kernel(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(128) u8 shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int rank = blockIdx.x % CLUSTER, first_tile = blockIdx.x / CLUSTER * TILES;
+  const int rank = blockIdx.x % CLUSTER, place_of_cluster = blockIdx.x / CLUSTER;
+  const int first_tile = place_of_cluster * (N / 16) / CLUSTERS, tiles = (place_of_cluster + 1) * (N / 16) / CLUSTERS - first_tile;
   const int worker = rank * WARPS + warp, team = worker / SHARERS, half = worker % SHARERS;
   float* sums = (float*)(shared + WARPS * SLOTS * SLOT_BYTES);
   float* factor = sums + (SPILL ? 0 : OWNED * LINES * 16);
@@ -110,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) moe_down_kernel(co
     for (int left = List::count_of(list.entries[unit.entry]); left > 0; left--, to += ROW_PITCH)
       bulk_copy_kept(to, a.hidden + (u64)*pair++ * K + column, row_bytes, barriers + 8 * slot);
   };
-  Unit asked = {team / TILES, team % TILES};
+  Unit asked(tiles, team);
   for (int i = 0; i < SLOTS; i++, asked.advance())
     if (lane == 0 && asked.entry < entries) issue_weights(asked, i);
   __syncwarp();
@@ -137,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) moe_down_kernel(co
   };
   if constexpr (SHARED_K > 0) {
 #pragma unroll 1
-    for (int job = worker; job < TILES * SHARED_STEPS; job += CLUSTER * WARPS) {
+    for (int job = worker; job < tiles * SHARED_STEPS; job += CLUSTER * WARPS) {
       const int tile = job / SHARED_STEPS, step = job % SHARED_STEPS;
       const u8* from = a.shared_tape + ((u64)(first_tile + tile) * SHARED_STEPS + step) * 2048 + lane * 16;
       const Words top_0 = load_global(from), top_1 = load_global(from + 512);
@@ -161,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) moe_down_kernel(co
     }
   }
   wait_for_predecessor();
-  Unit unit = {team / TILES, team % TILES};
+  Unit unit(tiles, team);
   if (lane == 0) {
     Unit first = unit;
     for (int i = 0; i < SLOTS && first.entry < entries; i++, first.advance()) issue_rows(first, i);
@@ -212,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) moe_down_kernel(co
 
   for (int e = threadIdx.x; e < OWNED * a.rows * 16; e += THREADS) {
     const int row = e % 16, m = e / 16 % a.rows, owned = e / 16 / a.rows, tile = owned * CLUSTER + rank;
-    if (tile >= TILES) break;
+    if (tile >= tiles) break;
     const int n = (first_tile + tile) * 16 + row;
     auto get = [&](int line) {
       return SPILL ? load_global_float(a.spilled + (u64)line * N + n) : sums[(owned * LINES + line) * 16 + row];
