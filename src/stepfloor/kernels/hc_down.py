@@ -16,11 +16,10 @@ three: write and norms, a product, and what follows it.
 
 Why two kernels, at the model's sizes on an H200 (`benchmarks/hyper-connection-h200.md`). One kernel that does
 everything makes each of 16 clusters prepare all rows, with a second barrier of the cluster before the product: 5.12 us
-a call at 1 row, 11.2 at 16, 30.7 at 64. Two take 4.18, 5.96 and 12.3: the norms (1.08, 1.38, 2.62 us) touch R, y and n
-once, and the product's weights, 54 KB a block, come before its wait. A block of it then reads its 1280 columns of n,
-2.6 KB a row, at the 42 bytes a ns that a multiprocessor gets of the L2: 1.0 us at 16 rows, 3.9 at 64, beside 1.0 and
-1.7 us of issue and 0.25 us of shared memory for each tile of 16 rows. With barriers and sums, 1.5 us, that made 6 to 7
-and 9 to 11 us: right at 16 rows, short at 64, where the product alone takes 10.05.
+a call at 1 row, 11.2 at 16, 30.7 at 64. Two take 4.20, 6.00 and 12.3. The norms (1.08, 1.38, 2.62 us alone) touch R, y
+and n once. A block of the product (3.20, 4.89, 10.05 us alone) requests its weights, 54 KB, before the wait, then reads
+its 1280 columns of n, 2.6 KB a row, at the 42 bytes a ns that a multiprocessor gets of the L2: 1.0 us at 16 rows and
+3.9 at 64, the largest part of what was estimated for 64 rows, 9 to 11 us.
 """
 
 import logging
