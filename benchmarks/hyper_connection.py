@@ -1,14 +1,13 @@
-"""hc_down and hc_mix on one GPU: right first, then 96 calls with rotated weights; each row count's best form is named.
+"""hc_down and hc_mix on one GPU: right first, then 96 calls with rotated weights.
 
     PYTHONPATH=src:. python3 -m benchmarks.hyper_connection --rows 1,16,32,64 [--json FILE] [--commit ID]
 
-1. Every form is checked in a process of its own, at 1 to 80 rows: values against the reference, NaN past outputs, bits
-   of a row against the same row alone, a chain of dependent calls with and without early start, graph replay. What is
-   wrong, crashes or hangs is named and gets no times.
+1. Each operator and format is checked in a process of its own, at 1 to 80 rows: values against the reference, NaN past
+   outputs, bits of a row against the same row alone, a chain of dependent calls with and without early start, graph
+   replay. What is wrong, crashes or hangs is named and gets no times.
 2. CUDA-graph replays of 96 calls, weights rotated (1.3 GB), rounds in alternating order, medians. `down` and `mix` are
    chains of one operator, each call reading the one before: a pipelined rate, as in the targets. `pair` alternates the
    two, as the model does. `part` is one of the two kernels of hc_down alone.
-The forms of one format read the same bytes and give the same bits: `DownPlan.variant` and `MixPlan.variant` choose one.
 """
 
 import argparse
@@ -20,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -30,24 +29,22 @@ from torch import Tensor
 
 from benchmarks.linear import capture, current_commit, describe, medians_us, read_bandwidth, say
 from stepfloor.formats.codec import quantize
+from stepfloor.kernels._jit import Launch
 from stepfloor.kernels._stream import outer_scales, pack_tape
 from stepfloor.kernels._torch import rms_norm, sigmoid, silu
 from stepfloor.kernels.hc_down import (
     MAX_ROWS,
-    NORMS,
-    PRODUCT,
-    WHOLE_ROWS,
     DownPlan,
     StreamedDown,
     hc_down_inputs,
     hc_down_reference,
-    launch_for,
+    load_norms,
+    load_product,
     pack_arguments,
     plan_down,
     queue_down,
 )
 from stepfloor.kernels.hc_mix import (
-    DIRECT_ROWS,
     MixPlan,
     StreamedMix,
     hc_mix_inputs,
@@ -74,29 +71,8 @@ TARGETS = {
     ("mix", 4): 4.2,
     ("mix", 64): 10.0,
 }
-DEFAULT = "default"
-# whole_rows, turn_rows, format
-DOWN_FORMS = {
-    DEFAULT: (WHOLE_ROWS, MAX_ROWS, "bf16"),
-    "whole, turns of 16": (MAX_ROWS, MAX_ROWS, "bf16"),
-    "apart": (0, MAX_ROWS, "bf16"),
-    "apart, turns of 16": (0, 16, "bf16"),
-    "apart, turns of 32": (0, 32, "bf16"),
-    "default fp8": (WHOLE_ROWS, MAX_ROWS, "fp8_channel"),
-    "default mxfp8": (WHOLE_ROWS, MAX_ROWS, "mxfp8"),
-}
-# direct_rows, turn_rows, format
-MIX_FORMS = {
-    DEFAULT: (DIRECT_ROWS, MAX_ROWS, "bf16"),
-    "direct, turns of 16": (16, 16, "bf16"),
-    "staged, turns of 16": (8, 16, "bf16"),
-    "staged, turns of 32": (8, 32, "bf16"),
-    "default fp8": (DIRECT_ROWS, MAX_ROWS, "fp8_channel"),
-    "default mxfp8": (DIRECT_ROWS, MAX_ROWS, "mxfp8"),
-}
-# a pair is two defaults, or what one launch of many turns costs without the new kernels
-PAIR_FORMS = {DEFAULT: (DEFAULT, DEFAULT), "turns of 16": ("whole, turns of 16", "direct, turns of 16")}
-FAMILIES = [*(f"down: {name}" for name in DOWN_FORMS), *(f"mix: {name}" for name in MIX_FORMS)]
+FORMATS = {"bf16": "bf16", "fp8": "fp8_channel", "mxfp8": "mxfp8"}
+FAMILIES = [f"{kind} {name}" for kind in ("down", "mix") for name in FORMATS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +87,7 @@ class Buffers:
 
 
 def main() -> int:
-    """Check and time; 1 if a form fails its check."""
+    """Check and time; 1 if a check fails."""
     options = parse()
     device = torch.device("cuda", 0)
     if options.check is not None:
@@ -125,10 +101,10 @@ def main() -> int:
     say(f"read bandwidth of this run {reads / 1e12:.2f} TB/s; floors are at {options.bandwidth / 1e12:.2f}")
     times = {rows: time_rows(rows, passed, options, device) for rows in options.rows}
     say(f"[{time.perf_counter() - begin:5.1f} s] times done")
-    best = report(times, options.bandwidth)
+    report(times, options.bandwidth)
     line = {"gpu": torch.cuda.get_device_name(device), "commit": options.commit or current_commit()}
     line |= {"torch": torch.__version__, "read_bytes_per_s": reads, "passed": sorted(passed)}
-    line |= {"failed": sorted(set(FAMILIES) - passed), "best": best, "us": times}
+    line |= {"failed": sorted(set(FAMILIES) - passed), "us": times}
     if options.json is not None:
         options.json.write_text(json.dumps(line, indent=1))
     say(json.dumps(line, separators=(",", ":")))
@@ -145,31 +121,27 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--commit", help="what was checked out, where git cannot say")
     parser.add_argument("--limit-s", type=int, default=120, help="give up with a traceback after this long")
-    parser.add_argument("--check", choices=FAMILIES, help="check one form only, here")
+    parser.add_argument("--check", choices=FAMILIES, help="check this only, here")
     return parser.parse_args()
 
 
-def down_plan(name: str, device: torch.device) -> DownPlan:
-    """The plan of a form."""
+def down_plan(format_name: str, device: torch.device) -> DownPlan:
+    """As `hc_down_repack` makes it."""
     count = torch.cuda.get_device_properties(device).multi_processor_count
-    whole_rows, turn_rows, format_name = DOWN_FORMS[name]
-    plan = plan_down(RANK + STREAMS, RANK, STREAMS, D, count, 2, format_name=format_name)
-    return replace(plan, whole_rows=whole_rows, turn_rows=turn_rows)
+    return plan_down(RANK + STREAMS, RANK, STREAMS, D, count, 2, format_name)
 
 
-def mix_plan(name: str, device: torch.device) -> MixPlan:
-    """The plan of a form."""
+def mix_plan(format_name: str, device: torch.device) -> MixPlan:
+    """As `hc_mix_repack` makes it."""
     count = torch.cuda.get_device_properties(device).multi_processor_count
-    direct_rows, turn_rows, format_name = MIX_FORMS[name]
-    plan = plan_mix(D, STREAMS, RANK, count, format_name=format_name)
-    return replace(plan, direct_rows=direct_rows, turn_rows=turn_rows)
+    return plan_mix(D, STREAMS, RANK, count, format_name=format_name)
 
 
 # ---------------------------------------------------------------------- checks
 
 
 def check_all(cache_dir: Path) -> set[str]:
-    """Check the forms side by side, each in its own process: a fault or a hang of one leaves the others alone."""
+    """Check the families side by side, each in its own process: a fault or a hang of one leaves the others alone."""
     command = [sys.executable, "-m", "benchmarks.hyper_connection", "--cache-dir", str(cache_dir), "--check"]
     running = {
         family: subprocess.Popen([*command, family], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -191,11 +163,12 @@ def check_all(cache_dir: Path) -> set[str]:
 
 
 def check_family(family: str, cache_dir: Path, device: torch.device) -> int:
-    """Exit status 0 if the form is right for every row count."""
+    """Exit status 0 if it is right for every row count."""
     begin = time.perf_counter()
-    kind, _, name = family.partition(": ")
+    kind, name = family.split()
+    check = check_down if kind == "down" else check_mix
     try:
-        errors = check_down(name, cache_dir, device) if kind == "down" else check_mix(name, cache_dir, device)
+        errors = check(FORMATS[name], cache_dir, device)
     except RuntimeError as exception:
         errors = [f"CRASHED: {exception}"]
     for error in errors[:8]:
@@ -205,28 +178,29 @@ def check_family(family: str, cache_dir: Path, device: torch.device) -> int:
     return int(bool(errors))
 
 
-def check_down(name: str, cache_dir: Path, device: torch.device) -> list[str]:
-    """What is wrong with one form of hc_down."""
-    plan = down_plan(name, device)
+def check_down(format_name: str, cache_dir: Path, device: torch.device) -> list[str]:
+    """What is wrong with hc_down in a format."""
+    plan = down_plan(format_name, device)
     found: list[str] = []
     for write in (True, False):
         inputs = hc_down_inputs(MAX_ROWS, D, RANK, plan.format, torch.bfloat16, "cuda", write)
         weight = inputs["down"][0]
         down = StreamedDown(plan, pack_tape(weight, plan.stream), cache_dir, outer_scales(weight))
-        one = replace(down, plan=replace(plan, whole_rows=MAX_ROWS))
         torch.cuda.synchronize()
         wanted = hc_down_reference(**inputs)
 
-        def call(weights: StreamedDown, first: int, rows: int, given: dict[str, object] = inputs) -> list[Tensor]:
+        def call(
+            first: int, rows: int, weights: StreamedDown = down, given: dict[str, object] = inputs
+        ) -> list[Tensor]:
             outputs = [nan((rows + 2, width), device) for width in (WIDTH, WIDTH, RANK, STREAMS)]
             read = (given["residual"], given["y"], given["y_weights"])
             part = tuple(None if t is None else t[first : first + rows] for t in read)
             queue_down(weights, given["norm_scale"], part, tuple(t[:rows] for t in outputs), EPS)
             return outputs
 
-        alone = {row: call(one, row, 1) for row in ALONE}
+        alone = {row: call(row, 1) for row in ALONE}
         for rows in CHECKED_ROWS:
-            outputs = call(down, 0, rows)
+            outputs = call(0, rows)
             label = f"{rows} rows, {'with' if write else 'without'} a write:"
             if not all(bool(t[rows:].isnan().all()) for t in outputs):
                 found.append(f"{label} writes past the rows")
@@ -235,7 +209,7 @@ def check_down(name: str, cache_dir: Path, device: torch.device) -> list[str]:
                 if not bool(ours[0].isnan().all()):
                     found.append(f"{label} writes the residual")
                 ours[0] = inputs["residual"][:rows]
-            found += [f"{label} {f}" for f in down_faults(ours, [t[:rows] for t in wanted], weight, True)]
+            found += [f"{label} {f}" for f in down_faults(ours, [t[:rows] for t in wanted], weight)]
             for row in (r for r in ALONE if r < rows):
                 pairs = list(zip(ours, alone[row], ("residual", "n", "low", "weights"), strict=True))[not write :]
                 differs = [what for a, b, what in pairs if not torch.equal(a[row], b[0])]
@@ -247,9 +221,9 @@ def check_down(name: str, cache_dir: Path, device: torch.device) -> list[str]:
     return found
 
 
-def check_mix(name: str, cache_dir: Path, device: torch.device) -> list[str]:
-    """What is wrong with one form of hc_mix."""
-    plan = mix_plan(name, device)
+def check_mix(format_name: str, cache_dir: Path, device: torch.device) -> list[str]:
+    """What is wrong with hc_mix in a format."""
+    plan = mix_plan(format_name, device)
     inputs = hc_mix_inputs(MAX_ROWS, D, RANK, plan.format, torch.bfloat16, "cuda")
     weight = inputs["up"][0]
     tape, tape_scales = pack_mix(weight, plan)
@@ -340,53 +314,51 @@ def check_chain(make: Callable[[bool], tuple[Callable[[], None], list[Tensor]]])
 
 def time_rows(rows: int, passed: set[str], options: argparse.Namespace, device: torch.device) -> dict[str, float]:
     """us of one call (`down`, `mix`) or of both (`pair`) for everything that passed."""
-    downs = {n: down_plan(n, device) for n in DOWN_FORMS if f"down: {n}" in passed}
-    mixes = {n: mix_plan(n, device) for n in MIX_FORMS if f"mix: {n}" in passed}
     down_store = torch.empty((PAIRS, RANK + STREAMS, WIDTH), dtype=torch.bfloat16, device=device).normal_(std=0.01)
     up_store = torch.empty((PAIRS, WIDTH, RANK), dtype=torch.bfloat16, device=device).normal_(std=0.05)
-    # forms of a format read the same tapes
-    streamed_downs: dict[str, list[StreamedDown]] = {}
-    for plan in downs.values():
-        if plan.format not in streamed_downs:
-            weight = quantize(down_store[0], plan.format)
-            tapes, outer = pack_tape(weight, plan.stream).repeat(PAIRS, 1), outer_scales(weight)
-            streamed_downs[plan.format] = [StreamedDown(plan, t, options.cache_dir, outer) for t in tapes]
-    streamed_ups: dict[str, list[StreamedMix]] = {}
-    for plan in mixes.values():
-        if plan.format not in streamed_ups:
-            tape, outer = pack_mix(quantize(up_store[0], plan.format), plan)
-            streamed_ups[plan.format] = [StreamedMix(plan, t, options.cache_dir, outer) for t in tape.repeat(PAIRS, 1)]
+    downs: dict[str, list[StreamedDown]] = {}
+    ups: dict[str, list[StreamedMix]] = {}
+    for name, format_name in FORMATS.items():
+        if f"down {name}" in passed:
+            weight, plan = quantize(down_store[0], format_name), down_plan(format_name, device)
+            tape, outer = pack_tape(weight, plan.stream), outer_scales(weight)
+            downs[name] = [StreamedDown(plan, t, options.cache_dir, outer) for t in tape.repeat(PAIRS, 1)]
+        if f"mix {name}" in passed:
+            mix = mix_plan(format_name, device)
+            tape, outer = pack_mix(quantize(up_store[0], format_name), mix)
+            ups[name] = [StreamedMix(mix, t, options.cache_dir, outer) for t in tape.repeat(PAIRS, 1)]
     scales = 1 + 0.1 * torch.randn(PAIRS, WIDTH, device=device)
     buffers = make_buffers(rows, device)
     torch.cuda.synchronize()
 
-    def queue(i: int, down: DownPlan | None, mix: MixPlan | None, early: bool) -> None:
+    def queue(i: int, down: list[StreamedDown] | None, up: list[StreamedMix] | None, early: bool) -> None:
         now, after = i % 2, 1 - i % 2
         b = buffers
         if down is not None:
             given = (b.residual[now], b.y[now], b.weights[now])
             outputs = (b.residual[after], b.normed, b.low, b.weights[after])
-            queue_down(replace(streamed_downs[down.format][i], plan=down), scales[i], given, outputs, EPS, early)
-        if mix is not None:
+            queue_down(down[i], scales[i], given, outputs, EPS, early)
+        if up is not None:
             # alone, a call reads the one before; the low of a pair comes from its hc_down
             low = b.low if down is not None else b.y[now].view(-1)[: rows * RANK].view(rows, RANK)
-            queue_mix(replace(streamed_ups[mix.format][i], plan=mix), low, b.normed, b.y[after], early)
+            queue_mix(up[i], low, b.normed, b.y[after], early)
 
-    def chain(down: DownPlan | None, mix: MixPlan | None, early: bool = True) -> torch.cuda.CUDAGraph:
-        queue(0, down, mix, early)  # loads the kernel outside of the capture
+    def chain(
+        down: list[StreamedDown] | None, up: list[StreamedMix] | None, early: bool = True
+    ) -> torch.cuda.CUDAGraph:
+        queue(0, down, up, early)  # loads the kernel outside of the capture
         torch.cuda.synchronize()
-        return capture(lambda: [queue(i, down, mix, early) for i in range(PAIRS)])
+        return capture(lambda: [queue(i, down, up, early) for i in range(PAIRS)])
 
-    def part(plan: DownPlan, form: int) -> torch.cuda.CUDAGraph:
+    def part(launch: Launch, down: list[StreamedDown]) -> torch.cuda.CUDAGraph:
         """One kernel of the two alone; the product reads the same n every time, from the L2 as it would."""
-        b, variant = buffers, plan.variant(rows)
-        launch = launch_for(plan, variant, form, form == NORMS, device, options.cache_dir)
+        b = buffers
 
         def call(i: int) -> None:
             now, after = i % 2, 1 - i % 2
             given = (b.residual[now], b.y[now], b.weights[now])
             outputs = (b.residual[after], b.normed, b.low, b.weights[after])
-            launch(pack_arguments(streamed_downs[plan.format][i].tape, scales[i], *given, *outputs, EPS))
+            launch(pack_arguments(down[i].tape, scales[i], *given, *outputs, EPS))
 
         return capture(lambda: [call(i) for i in range(PAIRS)])
 
@@ -397,21 +369,20 @@ def time_rows(rows: int, passed: set[str], options: argparse.Namespace, device: 
     library()  # the library chooses and allocates outside of the capture
     torch.cuda.synchronize()
     graphs = {"pair torch": capture(library)}
-    for name, plan in downs.items():
-        graphs[f"down {name}"] = chain(plan, None)
-    for name, plan in mixes.items():
-        graphs[f"mix {name}"] = chain(None, plan)
-    for name, (down_name, mix_name) in PAIR_FORMS.items():
-        if down_name in downs and mix_name in mixes:
-            graphs[f"pair {name}"] = chain(downs[down_name], mixes[mix_name])
-    if "apart" in downs:
-        graphs["part norms"] = part(downs["apart"], NORMS)
-        graphs["part product"] = part(downs["apart"], PRODUCT)
-    if DEFAULT in downs and DEFAULT in mixes:
-        graphs["down default, no PDL"] = chain(downs[DEFAULT], None, False)
-        graphs["mix default, no PDL"] = chain(None, mixes[DEFAULT], False)
-        graphs["pair default, no PDL"] = chain(downs[DEFAULT], mixes[DEFAULT], False)
-        graphs["pair default, again"] = chain(downs[DEFAULT], mixes[DEFAULT])
+    graphs |= {f"down {name}": chain(down, None) for name, down in downs.items()}
+    graphs |= {f"mix {name}": chain(None, up) for name, up in ups.items()}
+    graphs |= {f"pair {name}": chain(down, ups[name]) for name, down in downs.items() if name in ups}
+    down, up = downs.get("bf16"), ups.get("bf16")
+    if down is not None:
+        plan, turns = down[0].plan, down[0].plan.turns(rows)
+        graphs["part norms"] = part(load_norms(plan, turns, True, device, options.cache_dir), down)
+        graphs["part product"] = part(load_product(plan, turns, device, options.cache_dir), down)
+        graphs["down bf16, no PDL"] = chain(down, None, False)
+    if up is not None:
+        graphs["mix bf16, no PDL"] = chain(None, up, False)
+    if down is not None and up is not None:
+        graphs["pair bf16, no PDL"] = chain(down, up, False)
+        graphs["pair bf16, again"] = chain(down, up)
     return {name: round(us, 2) for name, us in medians_us(graphs, PAIRS, options.rounds).items()}
 
 
@@ -442,8 +413,8 @@ def library_pair(i: int, b: Buffers, down_store: Tensor, up_store: Tensor, scale
     b.y[after].copy_((gate * normed).unflatten(-1, (STREAMS, -1)).mean(-2))
 
 
-def report(times: dict[int, dict[str, float]], bandwidth: float) -> dict[str, dict[int, str]]:
-    """The table a person reads; returns each operator's best bf16 form for each row count."""
+def report(times: dict[int, dict[str, float]], bandwidth: float) -> None:
+    """The table a person reads."""
     down_bytes, up_bytes = 2 * (RANK + STREAMS) * WIDTH + 4 * WIDTH, 2 * RANK * WIDTH
     weight_bytes = {"down": down_bytes, "mix": up_bytes, "pair": down_bytes + up_bytes}
     floors = {kind: count / bandwidth * 1e6 for kind, count in weight_bytes.items()}
@@ -452,27 +423,13 @@ def report(times: dict[int, dict[str, float]], bandwidth: float) -> dict[str, di
     names = list(dict.fromkeys(name for found in times.values() for name in found))
     for name in sorted(names, key=lambda n: [*floors, "part"].index(n.split()[0])):
         say(f"{name:32} " + " ".join(f"{found.get(name, math.nan):8.2f}" for found in times.values()))
-    best: dict[str, dict[int, str]] = {}
     for kind, floor in floors.items():
-        for rows, found in times.items():
-            left_out = ("torch", "PDL", "again", "fp8")
-            forms = [n for n in found if n.startswith(kind) and not any(word in n for word in left_out)]
-            if not forms:
-                say(f"{kind} M={rows}: no form passed")
-                continue
-            first = min(forms, key=lambda n: found[n])
-            us = found[first]
-            best.setdefault(kind, {})[rows] = first.removeprefix(f"{kind} ")
-            chosen = found.get(f"{kind} {DEFAULT}", math.nan)
-            say(
-                f"best {kind} M={rows}: {best[kind][rows]}, {us:.2f} us ({floor / us:.0%} of the floor); "
-                f"the plan's choice {chosen:.2f}"
-            )
+        shares = [f"M={m} {floor / found[f'{kind} bf16']:.0%}" for m, found in times.items() if f"{kind} bf16" in found]
+        say(f"share of the floor, {kind} bf16: {', '.join(shares)}")
     for (kind, rows), target in TARGETS.items():
-        us = times.get(rows, {}).get(f"{kind} {DEFAULT}")
+        us = times.get(rows, {}).get(f"{kind} bf16")
         if us is not None:
             say(f"target {kind} M={rows}: {target} us, measured {us:.2f}: {'met' if us <= target else 'MISSED'}")
-    return best
 
 
 if __name__ == "__main__":

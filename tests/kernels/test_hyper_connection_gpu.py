@@ -54,10 +54,9 @@ def test_plans_of_the_model(parts: int, multiprocessors: int) -> None:
         assert mix.stream.tape_bytes == 2 * 320 * 10240
         assert hc_down_module.fit_plan(plan, SHARED_LIMIT) == plan
         assert hc_mix_module.fit_plan(mix, SHARED_LIMIT) == mix
-        assert hc_down_module.shared_bytes(plan, 16, hc_down_module.WHOLE) <= SHARED_LIMIT
         # at the largest step the next kernel's block still fits beside hc_mix's, and hc_mix's beside the product's
-        down_bytes = hc_down_module.shared_bytes(plan, 64, hc_down_module.PRODUCT)
-        assert down_bytes + hc_mix_module.shared_bytes(mix, mix.variant(64)) + 2048 <= 228 * 1024
+        down_bytes = hc_down_module.shared_bytes(plan, plan.turns(64).rows)
+        assert down_bytes + hc_mix_module.shared_bytes(mix, mix.turns(64).rows) + 2048 <= 228 * 1024
 
 
 def test_turns_take_every_row_once() -> None:
@@ -65,22 +64,18 @@ def test_turns_take_every_row_once() -> None:
     down, mix = plan_down(324, 320, 4, 2560, 132, 2), plan_mix(2560, 4, 320, 132)
     for turn_rows in (16, 32, 48, 64, 80):
         for rows in range(1, 81):
-            for whole_rows in (0, 8, 16, 80):
-                variant = replace(down, whole_rows=whole_rows, turn_rows=turn_rows).variant(rows)
-                assert variant.capacity * (variant.turns - 1) < rows <= variant.capacity * variant.turns
-                assert variant.apart == (rows > whole_rows)
-            for direct_rows in (8, 16):
-                found = replace(mix, direct_rows=direct_rows, turn_rows=turn_rows).variant(rows)
-                assert found.capacity * (found.turns - 1) < rows <= found.capacity * found.turns
-                assert found.staged == (found.capacity > direct_rows)
+            for plan in (down, mix):
+                turns = replace(plan, turn_rows=turn_rows).turns(rows)
+                assert turns.rows <= turn_rows
+                assert turns.rows * (turns.count - 1) < rows <= turns.rows * turns.count
 
 
 def test_turns_shrink_to_the_shared_memory() -> None:
     """A chip with 99 KB a block takes fewer rows at a time and still all of them."""
     down = hc_down_module.fit_plan(plan_down(324, 320, 4, 2560, 132, 2), 99 * 1024)
-    mix = hc_mix_module.fit_plan(plan_mix(2560, 4, 320, 132), 99 * 1024)
-    assert (down.turn_rows, mix.turn_rows) == (48, 64)
-    assert (down.variant(64).turns, mix.variant(64).turns) == (2, 1)
+    mix = hc_mix_module.fit_plan(plan_mix(2560, 4, 320, 84), 99 * 1024)
+    assert (down.turn_rows, mix.turn_rows) == (48, 16)
+    assert (down.turns(64).count, mix.turns(64).count) == (2, 4)
 
 
 @pytest.mark.parametrize(("d", "multiprocessors", "slices"), [(46, 3, 2), (46, 3, 1), (2560, 132, 2), (7, 16, 1)])
@@ -95,43 +90,25 @@ def test_mix_tape_is_a_permutation(d: int, multiprocessors: int, slices: int) ->
 
 @pytest.mark.skipif(NO_NVRTC is not None, reason=NO_NVRTC or "")
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
-@pytest.mark.parametrize("capacity", [1, 16])
-def test_compiles(capacity: int, arch: str, tmp_path: Path) -> None:
-    plan, mix = plan_down(324, 320, 4, 2560, 132, 2), plan_mix(2560, 4, 320, 132)
-    last = plan_down(320, 320, 4, 2560, 132, 2, False)
+@pytest.mark.parametrize(
+    ("capacity", "name"), [(1, "bf16"), (16, "bf16"), (32, "bf16"), (1, "mxfp8"), (16, "fp8_channel")]
+)
+def test_compiles(capacity: int, name: str, arch: str, tmp_path: Path) -> None:
+    plan, mix = plan_down(324, 320, 4, 2560, 132, 2, name), plan_mix(2560, 4, 320, 132, format_name=name)
     for source, macros in (
-        ("hc_down.cu", hc_down_module.kernel_macros(plan, capacity, hc_down_module.WHOLE, True)),
-        ("hc_down.cu", hc_down_module.kernel_macros(last, capacity, hc_down_module.WHOLE, False)),
-        ("hc_down.cu", hc_down_module.kernel_macros(plan, capacity, hc_down_module.PRODUCT, False)),
-        ("hc_mix.cu", hc_mix_module.kernel_macros(mix, mix.variant(capacity))),
+        ("hc_down.cu", hc_down_module.product_macros(plan, capacity)),
+        ("hc_mix.cu", hc_mix_module.kernel_macros(mix, capacity)),
     ):
         assert compile_cuda(source, macros, arch, tmp_path).startswith(b"\x7fELF")
 
 
 @pytest.mark.skipif(NO_NVRTC is not None, reason=NO_NVRTC or "")
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
-@pytest.mark.parametrize("name", ["bf16", "fp8_channel"])
-def test_kernels_of_many_rows_compile(name: str, arch: str, tmp_path: Path) -> None:
-    plan = plan_down(324, 320, 4, 2560, 132, 2, True, name)
-    mix = plan_mix(2560, 4, 320, 132, 2, name)
-    for source, macros in (
-        ("hc_down.cu", hc_down_module.kernel_macros(plan, 1, hc_down_module.NORMS, True)),
-        ("hc_down.cu", hc_down_module.kernel_macros(plan, 64, hc_down_module.PRODUCT, False)),
-        ("hc_mix.cu", hc_mix_module.kernel_macros(mix, mix.variant(64))),
-    ):
-        assert compile_cuda(source, macros, arch, tmp_path).startswith(b"\x7fELF")
-
-
-@pytest.mark.skipif(NO_NVRTC is not None, reason=NO_NVRTC or "")
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
-@pytest.mark.parametrize(("capacity", "name"), [(1, "mxfp8"), (16, "fp8_channel")])
-def test_formats_compile(capacity: int, name: str, arch: str, tmp_path: Path) -> None:
-    plan, mix = plan_down(324, 320, 4, 2560, 132, 2, True, name), plan_mix(2560, 4, 320, 132, 2, name)
-    for source, macros in (
-        ("hc_down.cu", hc_down_module.kernel_macros(plan, capacity, hc_down_module.WHOLE, True)),
-        ("hc_mix.cu", hc_mix_module.kernel_macros(mix, mix.variant(capacity))),
-    ):
-        assert compile_cuda(source, macros, arch, tmp_path).startswith(b"\x7fELF")
+def test_norms_and_the_largest_product_compile(arch: str, tmp_path: Path) -> None:
+    plan = plan_down(324, 320, 4, 2560, 132, 2)
+    found = [hc_down_module.norms_macros(plan, write) for write in (True, False)]
+    for macros in (*found, hc_down_module.product_macros(plan, 64), hc_down_module.product_macros(plan, 80)):
+        assert compile_cuda("hc_down.cu", macros, arch, tmp_path).startswith(b"\x7fELF")
 
 
 def test_repack_stays_with_torch_where_it_must(caplog: pytest.LogCaptureFixture) -> None:
@@ -176,29 +153,27 @@ def test_down_against_the_reference(write: bool, inject: bool, name: str, tmp_pa
     for rows in reversed(ROWS):
         part = {name: t[:rows] for name in ("residual", "y", "y_weights") if (t := inputs[name]) is not None}
         ours = hc_down(**{**inputs, **part, "down": down})
-        assert down_faults(ours, [t[:rows] for t in wanted], weight, True) == []
+        assert down_faults(ours, [t[:rows] for t in wanted], weight) == []
         full = ours if full is None else full
         assert all(torch.equal(a, b[:rows]) for a, b in zip(ours, full, strict=True))
     library = hc_down(**{**inputs, "down": down})
     if name != "fp8_channel":  # whose weights the library gets rounded to bf16
-        assert down_faults(library, wanted, weight, False) == []
+        assert down_faults(library, wanted, weight, library=True) == []
     else:
         rounded = PackedWeight("bf16", weight.shape, weight.dequantize().to(torch.bfloat16))
-        assert down_faults(library, hc_down_reference(**{**inputs, "down": (rounded,)}), rounded, False) == []
+        assert down_faults(library, hc_down_reference(**{**inputs, "down": (rounded,)}), rounded, library=True) == []
 
 
 @pytest.mark.gpu
 @GPU
-@pytest.mark.parametrize(
-    "plan", [plan_down(324, 320, 4, 2560, 132, p, f) for p in (1, 2) for f in (True, False)], ids=str
-)
+@pytest.mark.parametrize("plan", [plan_down(324, 320, 4, 2560, 132, p) for p in (1, 2)], ids=str)
 def test_every_plan_of_down(plan: DownPlan, tmp_path: Path) -> None:
     inputs = hc_down_inputs(16, 2560, 320, "bf16", torch.bfloat16, "cuda")
     weight = inputs["down"][0]
     down = StreamedDown(plan, pack_tape(weight, plan.stream), tmp_path)
     torch.cuda.synchronize()
     ours = hc_down(**{**inputs, "down": (down,)})
-    assert down_faults(ours, hc_down_reference(**inputs), weight, plan.norm_first) == []
+    assert down_faults(ours, hc_down_reference(**inputs), weight) == []
 
 
 @pytest.mark.gpu
@@ -223,34 +198,33 @@ def test_mix_against_the_reference(name: str, tmp_path: Path) -> None:
 @pytest.mark.gpu
 @GPU
 @pytest.mark.parametrize("name", ["bf16", *QUANTIZED])
-def test_every_form_gives_a_row_the_bits_it_has_alone(name: str, tmp_path: Path) -> None:
-    """Guards against an order of sums, or a rounding of n, that depends on the rows beside it or on the form."""
+def test_all_turns_give_a_row_the_bits_it_has_alone(name: str, tmp_path: Path) -> None:
+    """Guards against an order of sums, or a rounding of n, that depends on the rows beside it or on the turns."""
     inputs = hc_down_inputs(80, 2560, 320, name, torch.bfloat16, "cuda")
     mixed = hc_mix_inputs(80, 2560, 320, name, torch.bfloat16, "cuda")
-    plan, mix = plan_down(324, 320, 4, 2560, 132, 2, format_name=name), plan_mix(2560, 4, 320, 132, format_name=name)
+    plan, mix = plan_down(324, 320, 4, 2560, 132, 2, name), plan_mix(2560, 4, 320, 132, format_name=name)
     weight = inputs["down"][0]
     down = StreamedDown(plan, pack_tape(weight, plan.stream), tmp_path, outer_scales(weight))
     tape, scales = pack_mix(mixed["up"][0], mix)
     up = StreamedMix(mix, tape, tmp_path, scales)
     torch.cuda.synchronize()
 
-    def both(first: int, rows: int, whole_rows: int, direct_rows: int, turn_rows: int) -> tuple[Tensor, ...]:
+    def both(first: int, rows: int, turn_rows: int) -> tuple[Tensor, ...]:
         part = slice(first, first + rows)
         given = {key: inputs[key][part] for key in ("residual", "y", "y_weights")}
-        form = replace(down, plan=replace(plan, whole_rows=whole_rows, turn_rows=turn_rows))
-        mix_form = replace(up, plan=replace(mix, direct_rows=direct_rows, turn_rows=turn_rows))
+        form = replace(down, plan=replace(plan, turn_rows=turn_rows))
+        mix_form = replace(up, plan=replace(mix, turn_rows=turn_rows))
         normed = mixed["normed"][part]
         return (*hc_down(**{**inputs, **given, "down": (form,)}), hc_mix(mixed["low"][part], normed, (mix_form,), 4))
 
-    alone = {row: both(row, 1, 80, 16, 16) for row in (0, 7, 8, 15, 16, 33, 47, 63, 64, 79)}
-    for case in ((80, 16, 16), (0, 8, 16), (0, 8, 32), (0, 8, 48), (0, 8, 64), (0, 8, 80)):
+    alone = {row: both(row, 1, 80) for row in (0, 7, 8, 15, 16, 33, 47, 63, 64, 79)}
+    for turn_rows in (8, 16, 32, 48, 64, 80):
         for rows in (1, 9, 16, 17, 40, 64, 80):
-            if rows < 9 and case[0] == 80:
-                continue
-            together = both(0, rows, *case)
+            together = both(0, rows, turn_rows)
             for row, wanted in alone.items():
                 if row < rows:
-                    assert all(torch.equal(a[row], b[0]) for a, b in zip(together, wanted, strict=True)), (case, rows)
+                    same = [torch.equal(a[row], b[0]) for a, b in zip(together, wanted, strict=True)]
+                    assert all(same), (turn_rows, rows, row, same)
 
 
 @pytest.mark.gpu

@@ -34,43 +34,38 @@ extern "C" int run(const Arguments* a, const u64* ranges, int count, u64 shared_
   return run_grid(blocks, of_cluster, THREADS, shared_bytes, [=] { %s(*a); });
 }
 """
-# whole_rows and turn_rows of a plan, rows: every form, a last tile and a last turn that are not full
-DOWN_VARIANTS = ((16, 16, 1), (16, 16, 19), (0, 4, 3), (0, 16, 19), (0, 48, 35))
-# direct_rows and turn_rows, rows
-MIX_VARIANTS = ((16, 16, 1), (16, 16, 3), (16, 16, 19), (8, 16, 19), (8, 48, 35))
+# turn_rows of a plan, rows: tiles and turns that are full and not
+DOWN_TURNS = ((16, 1), (4, 3), (16, 19), (48, 35))
+MIX_TURNS = ((16, 1), (16, 3), (16, 19), (48, 35))
 
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("parts", "norm_first", "name"),
+    ("parts", "name"),
     [
-        (2, True, "bf16"),
-        (1, False, "bf16"),
-        (1, True, "fp8_channel"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, True, "bf16"), (2, False, "bf16"))),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, False, "mxfp8"), (2, True, "mxfp8"))),
+        (2, "bf16"),
+        (1, "fp8_channel"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, "bf16"), (1, "mxfp8"), (2, "mxfp8"))),
     ],
 )
-def test_down_on_the_host(parts: int, norm_first: bool, name: str, tmp_path: Path) -> None:
+def test_down_on_the_host(parts: int, name: str, tmp_path: Path) -> None:
     inputs = hc_down_inputs(35, 512, 24, name, torch.bfloat16, "cpu")
     weight = inputs["down"][0]
-    plan = plan_down(28, 24, 4, 512, 8 * parts, parts, norm_first, name)
+    plan = plan_down(28, 24, 4, 512, 8 * parts, parts, name)
     assert plan.stream.groups == 2
     tape, scales = pack_tape(weight, plan.stream), outer_scales(weight)
     reference = hc_down_reference(**inputs)
     outputs = []
-    # norms last have one form; what a format changes shows in the first and the last
-    variants = DOWN_VARIANTS if name == "bf16" else DOWN_VARIANTS[::4]
-    for whole_rows, turn_rows, count in variants if norm_first else DOWN_VARIANTS[:2]:
+    # what a format changes shows in the first and the last
+    for turn_rows, count in DOWN_TURNS if name == "bf16" else DOWN_TURNS[::3]:
         rows = {name: inputs[name][:count].clone() for name in ("residual", "y", "y_weights")}
         out = [torch.full((count + 1, width), torch.nan, dtype=torch.bfloat16) for width in (2048, 2048, 24, 4)]
         packed = hc_down_module.pack_arguments(tape, inputs["norm_scale"], *rows.values(), *out, inputs["eps"], scales)
         given = [tape, inputs["norm_scale"], *rows.values(), *([] if scales is None else [scales])]
-        form = replace(plan, whole_rows=whole_rows, turn_rows=turn_rows)
-        run_down(form, count, True, packed, given, out[1], tmp_path)
+        run_down(replace(plan, turn_rows=turn_rows), count, True, packed, given, out[1], tmp_path)
         assert all(bool(t[count:].isnan().all()) for t in out)
         out = [t[:count] for t in out]
-        assert down_faults(out, [t[:count] for t in reference], weight, norm_first) == []
+        assert down_faults(out, [t[:count] for t in reference], weight) == []
         outputs.append(out)
     most = max(outputs, key=lambda out: out[0].shape[0])
     for fewer in outputs:
@@ -78,11 +73,10 @@ def test_down_on_the_host(parts: int, norm_first: bool, name: str, tmp_path: Pat
 
 
 @needs_compiler
-@pytest.mark.parametrize("whole_rows", [8, 0])
-def test_down_without_a_write_and_without_inject_rows(whole_rows: int, tmp_path: Path) -> None:
+def test_down_without_a_write_and_without_inject_rows(tmp_path: Path) -> None:
     inputs = hc_down_inputs(3, 256, 20, "bf16", torch.bfloat16, "cpu", write=False)
     weight = PackedWeight("bf16", (20, 1024), inputs["down"][0].data[:20].contiguous())
-    plan = replace(plan_down(20, 20, 4, 256, 8, 1), whole_rows=whole_rows)
+    plan = plan_down(20, 20, 4, 256, 8, 1)
     tape = pack_tape(weight, plan.stream)
     residual = inputs["residual"]
     normed, low = torch.empty_like(residual), torch.empty((3, 20), dtype=torch.bfloat16)
@@ -92,7 +86,7 @@ def test_down_without_a_write_and_without_inject_rows(whole_rows: int, tmp_path:
     )
     run_down(plan, 3, False, packed, [tape, inputs["norm_scale"], residual], normed, tmp_path)
     reference = hc_down_reference(**{**inputs, "down": (weight,)})
-    assert down_faults([residual, normed, low, nothing], reference, weight, True) == []
+    assert down_faults([residual, normed, low, nothing], reference, weight) == []
 
 
 @needs_compiler
@@ -112,15 +106,15 @@ def test_mix_on_the_host(slices: int, name: str, tmp_path: Path) -> None:
     assert torch.equal(unpack_mix(tape, plan, scales).dequantize(), weight.dequantize())
     reference = hc_mix_reference(**inputs)
     outputs = []
-    for direct_rows, turn_rows, count in MIX_VARIANTS if name == "bf16" else MIX_VARIANTS[::4]:
-        variant = replace(plan, direct_rows=direct_rows, turn_rows=turn_rows).variant(count)
-        library = build("hc_mix", "hc_mix_kernel", hc_mix_module.kernel_macros(plan, variant), tmp_path)
+    for turn_rows, count in MIX_TURNS if name == "bf16" else MIX_TURNS[::3]:
+        turns = replace(plan, turn_rows=turn_rows).turns(count)
+        library = build("hc_mix", "hc_mix_kernel", hc_mix_module.kernel_macros(plan, turns.rows), tmp_path)
         low, normed = inputs["low"][:count].clone(), inputs["normed"][:count].clone()
         out = torch.full((count + 1, 46), torch.nan, dtype=torch.bfloat16)
         packed = hc_mix_module.pack_arguments(tape, low, normed, out, scales)
         reads = [tape, low, normed, *([] if scales is None else [scales])]
-        shared = hc_mix_module.shared_bytes(plan, variant)
-        assert run(library, packed, reads, shared, variant.turns * plan.blocks, 1) == 0
+        shared = hc_mix_module.shared_bytes(plan, turns.rows)
+        assert run(library, packed, reads, shared, turns.count * plan.blocks, 1) == 0
         assert bool(out[count:].isnan().all())
         assert mix_faults(out[:count], reference[:count], low, normed, weight) == []
         outputs.append(out[:count])
@@ -137,18 +131,14 @@ def run_down(
     normed: Tensor,
     directory: Path,
 ) -> None:
-    """The kernels that a plan gives so many rows, one after the other; the second may read n too."""
-    variant = plan.variant(count)
-    for form in variant.forms:
-        capacity = 1 if form == hc_down_module.NORMS else variant.capacity
-        macros = hc_down_module.kernel_macros(plan, capacity, form, write and form != hc_down_module.PRODUCT)
-        blocks, cluster = variant.turns * plan.stream.blocks, plan.stream.split
-        if form == hc_down_module.NORMS:
-            blocks, cluster = variant.turns * variant.capacity * plan.streams, 1
-        library = build("hc_down", hc_down_module.KERNELS[form], macros, directory)
-        given = [*reads, normed] if form == hc_down_module.PRODUCT else reads
-        shared = hc_down_module.shared_bytes(plan, capacity, form)
-        assert run(library, packed, given, shared, blocks, cluster) == 0
+    """Both kernels, one after the other; the second may read n too."""
+    turns = plan.turns(count)
+    norms = build("hc_down", "hc_down_norms_kernel", hc_down_module.norms_macros(plan, write), directory)
+    squares = plan.d // hc_down_module.UNIT_COLUMNS * 4
+    assert run(norms, packed, reads, squares, turns.count * turns.rows * plan.streams, 1) == 0
+    macros, shared = hc_down_module.product_macros(plan, turns.rows), hc_down_module.shared_bytes(plan, turns.rows)
+    product = build("hc_down", "hc_down_product_kernel", macros, directory)
+    assert run(product, packed, [*reads, normed], shared, turns.count * plan.stream.blocks, plan.stream.split) == 0
 
 
 def build(name: str, kernel: str, macros: dict[str, int], directory: Path) -> ctypes.CDLL:

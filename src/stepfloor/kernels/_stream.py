@@ -425,6 +425,20 @@ def row_capacity(rows: int, most: int = ROW_CAPACITIES[-1]) -> int:
     return next((c for c in ROW_CAPACITIES if rows <= c <= most), max(c for c in ROW_CAPACITIES if c <= most))
 
 
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """How one launch takes some number of rows, which moves no bit of theirs: `count` turns of `rows` each."""
+
+    rows: int
+    count: int
+
+
+def turns_for(rows: int, most: int) -> Turns:
+    """Turns of `most` rows at most."""
+    capacity = row_capacity(rows, most)
+    return Turns(capacity, -(-rows // capacity))
+
+
 @cache
 def say_once(logger: logging.Logger, text: str) -> None:
     """Log a line at its first occasion: there are hundreds of matrices and few reasons."""

@@ -1,49 +1,26 @@
 // The seam between two sub-layers: R <- R + w y, the norm of each stream, down and inject rows, silu and sigmoid.
-// Source: hc_down.py, which writes the tape and repeats the equations with the source's rounding; this kernel rounds where
-// the source does, except where NORM_FIRST is 0. hc_down.py also says which of the forms below takes how many rows, and why.
+// Source: hc_down.py, which writes the tape and repeats the equations; these kernels round where the source does.
 //
-// A cluster owns ROWS weight rows; each of its blocks owns the columns of one stream, or of a PARTS-th of one, so that the
-// mean square of a stream is known to a block (PARTS 1) or to neighbours in the cluster. More than X_ROWS rows go in turns,
-// all in one launch: the grid is turns times clusters.
+// Two kernels, one after the other. The norms: a block for each stream of a row writes R and n. The product: a cluster owns
+// ROWS weight rows; each of its blocks owns the columns of one stream, or of a PARTS-th of one; a warp reads its slice of n
+// from the L2, once for all weight rows. More than X_ROWS rows go in turns, all in one launch: the grid is turns times clusters.
 //
-// WHOLE: a block prepares its columns of all rows of a turn together, once, in shared memory: at one row every lane has work,
-// and the product reads no global memory. The first read of weights and norm scale is requested before the wait; R, y and w
-// are not, the kernels before wrote them. NORMS and PRODUCT are two kernels, one after the other: the first writes R and n
-// once, a block for each stream of a row; a warp of the second reads its slice of n from the L2, once for all weight rows.
-//
-// The order of sums depends on the shape and PARTS, never on the number of rows or the form: squares in units of 256 columns
-// (8 of a lane in order, then a tree over lanes), units in order; products as in linear.cu; blocks of the cluster in order.
+// The order of sums depends on the shape and PARTS, never on the number of rows: squares in units of 256 columns (8 of a lane
+// in order, then a tree over lanes), units in order; products as in linear.cu; blocks of the cluster in order.
 
 #include "stream.cuh"
-#include "formats.cuh"
 
-// FORM          0: whole, 1: norms, 2: product
-// N, RANK       weight rows with inject, without
+// FORM          0: norms, 1: product
 // STREAMS, D    streams and the width of one
+// of the norms:
+// WRITE         whether an output waits to be written to the streams
+// of the product:
+// N, RANK       weight rows with inject, without
 // PARTS         blocks of a cluster for each stream
 // ROWS          weight rows of a cluster
 // FORMAT        of the weights: bf16, FP8 with a scale for each row, or MXFP8; see formats.cuh
-// X_ROWS        rows of x of a turn at most: 1 to 8, 16, and for the product any multiple of 16
-// WRITE         whether an output waits to be written to the streams
-// NORM_FIRST    1: rounds n to bf16 and multiplies it, as the source does. 0: multiplies bf16(R scale) and applies 1 / rms to
-//               the sums of each stream, which saves a barrier before the product and differs by one rounding of n
+// X_ROWS        rows of n of a turn at most: 1 to 8, or a multiple of 16
 // PER_SM        blocks that fit on a multiprocessor together
-
-constexpr int WARPS = 8;
-constexpr int THREADS = FORM == 1 ? D / 256 * 32 : WARPS * 32;
-constexpr int SPLIT = STREAMS * PARTS;
-constexpr int GROUPS = (N + ROWS - 1) / ROWS;
-constexpr int BLOCKS = GROUPS * SPLIT;  // of a turn
-constexpr int COLUMNS = D / PARTS;
-constexpr int STEPS = COLUMNS / 256;  // of 32 columns, of a warp; also the units of 256 columns of a row
-constexpr int WIDTHS = (ROWS + 7) / 8;
-constexpr bool TALL = X_ROWS > 8;
-constexpr int TILES = (X_ROWS + 15) / 16;
-constexpr int PIECE_BYTES = STEPS * unit_bytes(ROWS);
-constexpr int PITCH = (WIDTHS + (WIDTHS % 2 == 0)) * 8;
-static_assert(COLUMNS * PARTS == D && STEPS * 256 == COLUMNS, "shape");
-static_assert(X_ROWS <= 16 || (FORM != 0 && NORM_FIRST && X_ROWS % 16 == 0), "rows");
-static_assert(UNIT_STEPS == 1 && !BLOCK_SCALES, "format");
 
 struct Arguments {
   const u8* tape;
@@ -55,7 +32,12 @@ struct Arguments {
   float eps;
 };
 
-// ------------------------------------------------------------------ what the forms share, so that they agree in every bit
+#if FORM == 0
+// ------------------------------------------------------------------ norms: R and n of one stream of a row
+
+constexpr int UNITS = D / 256;  // of a warp each
+constexpr int THREADS = UNITS * 32;
+static_assert(UNITS * 256 == D && THREADS <= 1024, "shape");
 
 DEVICE Words normalise(const Words& r, float factor, const Words& a, const Words& b) {
   Words v;
@@ -84,6 +66,56 @@ DEVICE void write_stream(Words& r, const Words& y, u32 weight) {
   r.z = add_pair(r.z, multiply_pair(y.z, w));
   r.w = add_pair(r.w, multiply_pair(y.w, w));
 }
+
+extern "C" __global__ void __launch_bounds__(THREADS) hc_down_norms_kernel(const __grid_constant__ Arguments a) {
+  extern __shared__ __align__(128) u8 shared[];
+  float* squares = (float*)shared;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = threadIdx.x * 8;
+  const int row = blockIdx.x / STREAMS, stream = blockIdx.x % STREAMS;
+  const Words low = load_global(a.scale + stream * D + column), high = load_global(a.scale + stream * D + column + 4);
+  launch_dependents();
+  wait_for_predecessor();
+  if (row >= a.rows) return;
+  const long long at = (long long)row * (STREAMS * D) + stream * D + column;
+  Words r = load_global(a.residual + at);
+  if (WRITE) {
+    const Words y = load_global(a.y + (long long)row * D + column);
+    write_stream(r, y, load_half(a.weights + row * STREAMS + stream));
+    store_global(a.new_residual + at, r);
+  }
+  const float sum = warp_sum(square_sum(r));
+  if (lane == 0) squares[warp] = sum;
+  __syncthreads();
+  float mine = 0.f;
+#pragma unroll
+  for (int i = 0; i < UNITS; i++) mine += squares[i];
+  store_global(a.normed + at, normalise(r, inverse_root(mine / D + a.eps), low, high));
+}
+
+#else
+// ------------------------------------------------------------------ product: n is there
+
+#include "formats.cuh"
+
+constexpr int WARPS = 8;
+constexpr int THREADS = WARPS * 32;
+constexpr int SPLIT = STREAMS * PARTS;
+constexpr int GROUPS = (N + ROWS - 1) / ROWS;
+constexpr int BLOCKS = GROUPS * SPLIT;  // of a turn
+constexpr int COLUMNS = D / PARTS;
+constexpr int STEPS = COLUMNS / 256;  // of 32 columns, of a warp
+constexpr int WIDTHS = (ROWS + 7) / 8;
+constexpr bool TALL = X_ROWS > 8;
+constexpr int TILES = (X_ROWS + 15) / 16;
+constexpr int PIECE_BYTES = STEPS * unit_bytes(ROWS);
+constexpr int PITCH = (WIDTHS + (WIDTHS % 2 == 0)) * 8;
+static_assert(COLUMNS * PARTS == D && STEPS * 256 == COLUMNS, "shape");
+static_assert(X_ROWS <= 8 || X_ROWS % 16 == 0, "rows");
+static_assert(UNIT_STEPS == 1 && !BLOCK_SCALES, "format");
+constexpr int SUMS_AT = WARPS * PIECE_BYTES + 448;  // 448: what idle lanes read past the last weight row
+constexpr int PARTIAL_AT = SUMS_AT + WARPS * X_ROWS * PITCH * 4;
+constexpr int ROW_SCALES_AT = PARTIAL_AT + X_ROWS * ROWS * 4;
+constexpr int BARRIERS_AT = (ROW_SCALES_AT + (ROW_SCALES ? ROWS * 4 : 0) + 7) / 8 * 8;
 
 // One step of a warp: 32 columns of all weight rows by a tile of rows. weights: shared address of the unit
 DEVICE void multiply(float (&acc)[WIDTHS][2][4], u32 weights, const Words& x, const Words& z, int g, int t) {
@@ -118,20 +150,16 @@ DEVICE void add_warps(float* partial, const float* sums, int rows) {
 }
 
 // The sums over the cluster, each block a share of them, and what becomes of them. first: row of the turn's first
-DEVICE void add_blocks(const Arguments& a, const float* partial, const float* totals, const float* row_scales, int group, int rank,
-                       int first, int rows) {
+DEVICE void add_blocks(const Arguments& a, const float* partial, const float* row_scales, int group, int rank, int first, int rows) {
   for (int e = rank * THREADS + threadIdx.x; e < rows * ROWS; e += SPLIT * THREADS) {
     const int m = e / ROWS, row = group * ROWS + e % ROWS;
     float value = 0.f;
 #pragma unroll
     for (int s = 0; s < STREAMS; s++) {
-      float of_stream = 0.f, total = 0.f;
+      float of_stream = 0.f;
 #pragma unroll
-      for (int p = 0; p < PARTS; p++) {
-        of_stream += load_peer(shared_address(partial + e), s * PARTS + p);
-        if (!NORM_FIRST) total += load_peer(shared_address(totals + m), s * PARTS + p);
-      }
-      value += NORM_FIRST ? of_stream : of_stream * inverse_root(total / D + a.eps);
+      for (int p = 0; p < PARTS; p++) of_stream += load_peer(shared_address(partial + e), s * PARTS + p);
+      value += of_stream;
     }
     if (ROW_SCALES) value *= row_scales[e % ROWS];
     // the source rounds the product, divides, rounds the function
@@ -143,212 +171,8 @@ DEVICE void add_blocks(const Arguments& a, const float* partial, const float* to
   }
 }
 
-#if FORM == 0
-// ------------------------------------------------------------------ whole: everything in one kernel
-
-constexpr int ROUNDS = (X_ROWS * STEPS + WARPS - 1) / WARPS;  // units of a warp
-constexpr int X_PITCH = COLUMNS * 2 + 64;  // 64 modulo 128 bytes: two rows of x side by side in the banks
-// idle lanes read up to 448 bytes past the last weight row: the norm's scale lies there
-constexpr int SCALE_AT = WARPS * PIECE_BYTES;
-constexpr int X_AT = SCALE_AT + COLUMNS * 4;
-constexpr int SUMS_AT = X_AT + X_ROWS * X_PITCH;
-constexpr int PARTIAL_AT = SUMS_AT + WARPS * X_ROWS * PITCH * 4;
-constexpr int SQUARES_AT = PARTIAL_AT + X_ROWS * ROWS * 4;
-constexpr int TOTALS_AT = SQUARES_AT + X_ROWS * STEPS * 4;
-constexpr int ROW_SCALES_AT = TOTALS_AT + X_ROWS * 4;
-constexpr int BARRIERS_AT = (ROW_SCALES_AT + (ROW_SCALES ? ROWS * 4 : 0) + 7) / 8 * 8;
-
-DEVICE Words normalise(const Words& r, float factor, u32 scale) {
-  return normalise(r, factor, load_shared(scale), load_shared(scale + 16));
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) hc_down_kernel(const __grid_constant__ Arguments a) {
-  extern __shared__ __align__(128) u8 shared[];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int first = blockIdx.x / BLOCKS * X_ROWS, rows = min(a.rows - first, X_ROWS), place = blockIdx.x % BLOCKS;
-  const int group = place / SPLIT, rank = place % SPLIT, stream = rank / PARTS, part = rank % PARTS;
-  const u32 base = shared_address(shared), barriers = base + BARRIERS_AT;
-  float* sums = (float*)(shared + SUMS_AT);
-  float* partial = (float*)(shared + PARTIAL_AT);
-  float* squares = (float*)(shared + SQUARES_AT);
-  float* totals = (float*)(shared + TOTALS_AT);
-  float* row_scales = (float*)(shared + ROW_SCALES_AT);
-  const int first_column = stream * D + part * COLUMNS;
-
-  if (lane == 0) {
-    barrier_init(barriers + 16 * warp, 1);
-    barrier_init(barriers + 16 * warp + 8, 1);
-    barrier_init_done();
-    // the scale in equal shares: each warp waits for all of them below
-    barrier_expect(barriers + 16 * warp + 8, COLUMNS * 4 / WARPS);
-    bulk_copy(base + SCALE_AT + warp * (COLUMNS * 4 / WARPS), (const u8*)(a.scale + first_column) + warp * (COLUMNS * 4 / WARPS),
-              COLUMNS * 4 / WARPS, barriers + 16 * warp + 8, evict_first_policy());
-    barrier_expect(barriers + 16 * warp, PIECE_BYTES);
-    bulk_copy(base + warp * PIECE_BYTES, a.tape + (u64)(place * WARPS + warp) * PIECE_BYTES, PIECE_BYTES,
-              barriers + 16 * warp, evict_first_policy());
-  }
-  __syncthreads();
-  launch_dependents();
-  if (ROW_SCALES)
-    for (int i = threadIdx.x; i < ROWS; i += THREADS) row_scales[i] = load_global_float(a.row_scales + min(group * ROWS + i, N - 1));
-  wait_for_predecessor();
-
-  // ---- R of this block's columns: all loads first, no branch around them
-  const int units = rows * STEPS;
-  Words r[ROUNDS];
-  if (WRITE) {
-    Words y[ROUNDS];
-    u32 weight[ROUNDS];
-#pragma unroll
-    for (int i = 0; i < ROUNDS; i++) {
-      const int unit = min(warp + WARPS * i, units - 1), row = unit / STEPS, column = unit % STEPS * 256 + lane * 8;
-      r[i] = load_global(a.residual + (long long)(first + row) * (STREAMS * D) + first_column + column);
-      y[i] = load_global(a.y + (long long)(first + row) * D + part * COLUMNS + column);
-      weight[i] = load_half(a.weights + (first + row) * STREAMS + stream);
-    }
-#pragma unroll
-    for (int i = 0; i < ROUNDS; i++) write_stream(r[i], y[i], weight[i]);
-  } else {
-#pragma unroll
-    for (int i = 0; i < ROUNDS; i++) {
-      const int unit = min(warp + WARPS * i, units - 1), row = unit / STEPS, column = unit % STEPS * 256 + lane * 8;
-      r[i] = load_global(a.residual + (long long)(first + row) * (STREAMS * D) + first_column + column);
-    }
-  }
-  for (int other = 0; other < WARPS; other++) barrier_wait(barriers + 16 * other + 8, 0);
-#pragma unroll
-  for (int i = 0; i < ROUNDS; i++) {
-    const int unit = warp + WARPS * i, row = unit / STEPS, column = unit % STEPS * 256 + lane * 8;
-    const float sum = warp_sum(square_sum(r[i]));
-    if (unit < units) {
-      if (lane == 0) squares[unit] = sum;
-      if (!NORM_FIRST)
-        store_shared(base + X_AT + row * X_PITCH + column * 2, normalise(r[i], 1.f, base + SCALE_AT + column * 4));
-    }
-  }
-  if (NORM_FIRST && PARTS > 1)
-    cluster_sync();
-  else
-    __syncthreads();
-
-  // lane m: the mean square of row m
-  float mine = 0.f;
-  if (lane < rows) {
-    if (NORM_FIRST && PARTS > 1) {
-#pragma unroll
-      for (int p = 0; p < PARTS; p++)
-#pragma unroll
-        for (int i = 0; i < STEPS; i++) mine += load_peer(shared_address(squares + lane * STEPS + i), stream * PARTS + p);
-    } else {
-#pragma unroll
-      for (int i = 0; i < STEPS; i++) mine += squares[lane * STEPS + i];
-    }
-  }
-  if (NORM_FIRST) {
-    mine = inverse_root(mine / D + a.eps);
-#pragma unroll
-    for (int i = 0; i < ROUNDS; i++) {
-      const int unit = warp + WARPS * i, row = unit / STEPS, column = unit % STEPS * 256 + lane * 8;
-      const float factor = from_lane(mine, min(row, X_ROWS - 1));
-      if (unit >= units) continue;
-      store_shared(base + X_AT + row * X_PITCH + column * 2, normalise(r[i], factor, base + SCALE_AT + column * 4));
-    }
-    __syncthreads();
-  } else if (warp == 0 && lane < rows) {
-    totals[lane] = mine;
-  }
-
-  // ---- product
-  float acc[WIDTHS][2][4];
-#pragma unroll
-  for (int i = 0; i < WIDTHS * 8; i++) (&acc[0][0][0])[i] = 0.f;
-  const u32 top = base + X_AT + min(g, X_ROWS - 1) * X_PITCH + warp * STEPS * 64 + t * 16;
-  const u32 bottom = base + X_AT + min(g + 8, X_ROWS - 1) * X_PITCH + warp * STEPS * 64 + t * 16;
-  const u32 weights = base + warp * PIECE_BYTES;
-  barrier_wait(barriers + 16 * warp, 0);
-#pragma unroll
-  for (int i = 0; i < STEPS; i++) {
-    const Words x = load_shared(top + i * 64);
-    Words z = {0, 0, 0, 0};
-    if (TALL) z = load_shared(bottom + i * 64);
-    multiply(acc, weights + i * unit_bytes(ROWS), x, z, g, t);
-  }
-  store_sums(sums + warp * X_ROWS * PITCH, acc, g, t);
-  __syncthreads();
-  add_warps(partial, sums, rows);
-  cluster_arrive();
-  // ---- the clusters share the writing of R and n
-#pragma unroll
-  for (int i = 0; i < ROUNDS; i++) {
-    const int unit = warp + WARPS * i, row = unit / STEPS, column = unit % STEPS * 256 + lane * 8;
-    if (unit >= units || unit % GROUPS != group) continue;
-    const long long at = (long long)(first + row) * (STREAMS * D) + first_column + column;
-    if (WRITE) store_global(a.new_residual + at, r[i]);
-    if (NORM_FIRST) store_global(a.normed + at, load_shared(base + X_AT + row * X_PITCH + column * 2));
-  }
-  cluster_wait();
-
-  add_blocks(a, partial, totals, row_scales, group, rank, first, rows);
-  if (!NORM_FIRST) {
-    float factor = 0.f;
-    if (lane < rows) {
-#pragma unroll
-      for (int p = 0; p < PARTS; p++) factor += load_peer(shared_address(totals + lane), stream * PARTS + p);
-    }
-    factor = inverse_root(factor / D + a.eps);
-#pragma unroll
-    for (int i = 0; i < ROUNDS; i++) {
-      const int unit = warp + WARPS * i, row = unit / STEPS, column = unit % STEPS * 256 + lane * 8;
-      const float own = from_lane(factor, min(row, X_ROWS - 1));
-      if (unit >= units || unit % GROUPS != group) continue;
-      const long long at = (long long)(first + row) * (STREAMS * D) + first_column + column;
-      store_global(a.normed + at, normalise(r[i], own, base + SCALE_AT + column * 4));
-    }
-  }
-  cluster_leave();
-}
-
-#elif FORM == 1
-// ------------------------------------------------------------------ norms: R and n of one stream of a row
-
-constexpr int UNITS = D / 256;
-static_assert(THREADS <= 1024 && NORM_FIRST, "shape");
-
-extern "C" __global__ void __launch_bounds__(THREADS) hc_down_norms_kernel(const __grid_constant__ Arguments a) {
-  extern __shared__ __align__(128) u8 shared[];
-  float* squares = (float*)shared;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = threadIdx.x * 8;
-  const int row = blockIdx.x / STREAMS, stream = blockIdx.x % STREAMS;
-  const Words low = load_global(a.scale + stream * D + column), high = load_global(a.scale + stream * D + column + 4);
-  launch_dependents();
-  wait_for_predecessor();
-  if (row >= a.rows) return;
-  const long long at = (long long)row * (STREAMS * D) + stream * D + column;
-  Words r = load_global(a.residual + at);
-  if (WRITE) {
-    const Words y = load_global(a.y + (long long)row * D + column);
-    write_stream(r, y, load_half(a.weights + row * STREAMS + stream));
-    store_global(a.new_residual + at, r);
-  }
-  const float sum = warp_sum(square_sum(r));
-  if (lane == 0) squares[warp] = sum;
-  __syncthreads();
-  float mine = 0.f;
-#pragma unroll
-  for (int i = 0; i < UNITS; i++) mine += squares[i];
-  store_global(a.normed + at, normalise(r, inverse_root(mine / D + a.eps), low, high));
-}
-
-#else
-// ------------------------------------------------------------------ product: n is there
-
 // A warp's step of x is refilled for the next tile as soon as it has been multiplied: some STEPS steps are on their way
 // from the L2 all the time, with the registers of one tile.
-constexpr int SUMS_AT = WARPS * PIECE_BYTES + 448;  // 448: what idle lanes read past the last weight row
-constexpr int PARTIAL_AT = SUMS_AT + WARPS * X_ROWS * PITCH * 4;
-constexpr int ROW_SCALES_AT = PARTIAL_AT + X_ROWS * ROWS * 4;
-constexpr int BARRIERS_AT = (ROW_SCALES_AT + (ROW_SCALES ? ROWS * 4 : 0) + 7) / 8 * 8;
-
 extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) hc_down_product_kernel(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(128) u8 shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -400,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) hc_down_product_ke
   __syncthreads();
   add_warps(partial, sums, rows);
   cluster_sync();
-  add_blocks(a, partial, partial, row_scales, group, rank, first, rows);
+  add_blocks(a, partial, row_scales, group, rank, first, rows);
   cluster_leave();
 }
 #endif

@@ -8,22 +8,18 @@
 Source: transformers 5.24, Qwen4ExpTextGatedResidual.forward and the write in Qwen4ExpTextDecoderLayer.forward.
 The source rounds every step to the model's dtype; so does the reference.
 
-On a GPU the matrix is repacked once, at load (`hc_down_repack`), and `hc_down.cu` does all of it: in one kernel for few
-rows, in two for more. Its sums depend on the shape alone, never on the number of rows. It rounds where the source does;
-its n and its sums come in another order, so it may differ from the reference by one bf16 step of n and what that moves
-in the product. More rows than a decode step has, and matrices that are not repacked, go through three: write and norms,
-a product, and what follows it.
+On a GPU the matrix is repacked once, at load (`hc_down_repack`), and two kernels of `hc_down.cu` do all of it: the
+norms write R and n, the product follows. Its sums depend on the shape alone, never on the number of rows. It rounds
+where the source does; its n and its sums come in another order, so it may differ from the reference by one bf16 step of
+n and what that moves in the product. More rows than a decode step has, and matrices that are not repacked, go through
+three: write and norms, a product, and what follows it.
 
-Why two kernels for more than WHOLE_ROWS rows, at the model's sizes on an H200, where a multiprocessor gets 42 bytes a
-ns of the L2's 5.5 TB/s and issues 7 warp instructions a ns. A block of the whole kernel prepares 1280 columns of every
-row, as 15 other clusters do: at 16 rows it reads 82 KB of R and y (2.0 us), issues 17,700 warp instructions (2.5 us),
-and all of it in one line: loads, a barrier of the cluster, norms, product, a second barrier. Measured: 11.1 us, and 47
-us for 64 rows in four launches. Apart, the norms touch R, y and n once (64 rows: 5.3 MB, 1.0 us, and a launch, 0.75
-us). A block of the product reads its 1280 columns of n, 2.6 KB a row: 1.0 us at 16 rows, 3.9 at 64, beside which it
-issues 7,300 and 11,800 warp instructions (1.0 and 1.7 us); its weights, 54 KB, came before the wait. Shared memory
-moves 54 KB of weights for each tile of 16 rows (0.25 us) and tensor cores have 30 matrix steps a warp and tile (0.1
-us). With the cluster's barriers and sums, about 1.5 us, 16 rows should take 6 to 7 us and 64 rows 9 to 11. These are
-estimates, no GPU has run it: `benchmarks.hyper_connection` measures every form.
+Why two kernels, at the model's sizes on an H200 (`benchmarks/hyper-connection-h200.md`). One kernel that does
+everything makes each of 16 clusters prepare all rows, with a second barrier of the cluster before the product: 5.12 us
+a call at 1 row, 11.2 at 16, 30.7 at 64. Two take 4.20, 6.00 and 12.3. The norms (1.08, 1.38, 2.62 us alone) touch R, y
+and n once. A block of the product (3.20, 4.89, 10.05 us alone) requests its weights, 54 KB, before the wait, then reads
+its 1280 columns of n, 2.6 KB a row, at the 42 bytes a ns that a multiprocessor gets of the L2: 1.0 us at 16 rows and
+3.9 at 64, the largest part of what was estimated for 64 rows, 9 to 11 us.
 """
 
 import logging
@@ -56,6 +52,7 @@ from stepfloor.kernels._stream import (
     SHARED_LIMIT_OF_TWO,
     WARPS,
     StreamPlan,
+    Turns,
     dense_launch,
     dense_matrix,
     outer_scales,
@@ -65,6 +62,7 @@ from stepfloor.kernels._stream import (
     say_once,
     shared_limit,
     stack_all,
+    turns_for,
     unpack_tape,
     why_not_streamed,
 )
@@ -74,23 +72,18 @@ logger = logging.getLogger(__name__)
 
 MAX_ROWS = 80  # more rows are prefill: the library multiplies
 UNIT_COLUMNS = 256  # a warp reads 8 columns a lane at a time
-WHOLE_ROWS = 8  # rows up to which one kernel does everything
-WHOLE, NORMS, PRODUCT = range(3)  # FORM of `hc_down.cu`
-KERNELS = ("hc_down_kernel", "hc_down_norms_kernel", "hc_down_product_kernel")
+NORMS, PRODUCT = range(2)  # FORM of `hc_down.cu`
 FORMATS = ("bf16", "fp8_channel", "fp8_tensor", "mxfp8")  # that `hc_down.cu` reads
 
 
 @dataclass(frozen=True, slots=True)
 class DownPlan:
-    """How the matrix [N, S * D] is cut, and which form of `hc_down.cu` reads it; its macros have these names.
+    """How the matrix [N, S * D] is cut; the macros of `hc_down.cu` have these names.
 
-    parts       blocks of a cluster for each stream
-    rows        weight rows of a cluster
-    norm_first  whether n is rounded before the product, as in the source, or 1 / rms applied to the sums after it
-    format      of the matrix as stored
-    whole_rows  rows up to which one kernel does everything; for more, write and norms have a kernel of their own
-    turn_rows   rows of a block of the product that then follows; more go in turns, in one launch
-    The last two move no bit: `variant` is where they choose a kernel.
+    parts      blocks of a cluster for each stream
+    rows       weight rows of a cluster
+    format     of the matrix as stored
+    turn_rows  rows of a block of the product at most; more go in turns, in one launch. Moves no bit
     """
 
     n: int
@@ -99,18 +92,12 @@ class DownPlan:
     d: int
     parts: int
     rows: int
-    norm_first: bool = True
     format: str = "bf16"
-    whole_rows: int = WHOLE_ROWS
     turn_rows: int = MAX_ROWS
 
-    def variant(self, rows: int) -> "DownVariant":
-        """The kernels for this many rows."""
-        if rows <= self.whole_rows or not self.norm_first:
-            capacity = row_capacity(rows, 16)
-            return DownVariant(False, capacity, -(-rows // capacity))
-        capacity = row_capacity(rows, self.turn_rows)
-        return DownVariant(True, capacity, -(-rows // capacity))
+    def turns(self, rows: int) -> Turns:
+        """How the product takes this many rows."""
+        return turns_for(rows, self.turn_rows)
 
     @property
     def stream(self) -> StreamPlan:
@@ -120,23 +107,6 @@ class DownPlan:
         split = self.streams * self.parts
         width, rows = self.streams * self.d, self.rows
         return StreamPlan(self.n, width, split, WARPS, 1, rows, rows, steps, steps, 1, self.format)
-
-
-@dataclass(frozen=True, slots=True)
-class DownVariant:
-    """How some number of rows is taken; all variants of a plan give a row the same bits.
-
-    apart  whether write and norms have a kernel of their own; capacity  rows of a turn; turns  of the launch
-    """
-
-    apart: bool
-    capacity: int
-    turns: int
-
-    @property
-    def forms(self) -> tuple[int, ...]:
-        """What is launched, in order."""
-        return (NORMS, PRODUCT) if self.apart else (WHOLE,)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -273,46 +243,38 @@ def hc_down_repack(
     tape = pack_tape(joined, plan.stream)
     streamed = StreamedDown(plan, tape, cache_dir or default_cache_dir(), outer_scales(joined))
     dense_launch(plan.stream, (1, plan.n, plan.n), target, streamed.cache_dir)
-    for rows in (c for c in ROW_CAPACITIES if c <= row_capacity(max_rows)):
-        variant = plan.variant(rows)
-        for form in variant.forms:
-            for write in (True, False) if form != PRODUCT else (False,):
-                launch_for(plan, variant, form, write, target, streamed.cache_dir)
+    for turns in (plan.turns(c) for c in ROW_CAPACITIES if c <= row_capacity(max_rows)):
+        for write in (True, False):
+            load_norms(plan, turns, write, target, streamed.cache_dir)
+        load_product(plan, turns, target, streamed.cache_dir)
     # kernels request weights before they wait for their predecessor, which the repacking must not be
     torch.cuda.synchronize(target)
     return (streamed,)
 
 
 def blocks_of_a_stream(d: int) -> int:
-    """Two where a stream divides so: a block then prepares half as much (M=16, H200: 15.2 us a pair against 28.1)."""
+    """Two where a stream divides so: a cluster then has twice the weight rows, and half as many read all of n."""
     return 2 if d % (2 * UNIT_COLUMNS) == 0 else 1
 
 
 def plan_down(
-    n: int,
-    rank: int,
-    streams: int,
-    d: int,
-    multiprocessors: int,
-    parts: int,
-    norm_first: bool = True,
-    format_name: str = "bf16",
+    n: int, rank: int, streams: int, d: int, multiprocessors: int, parts: int, format_name: str = "bf16"
 ) -> DownPlan:
     """One wave of clusters. The order of sums depends on the shape and parts."""
     rows = -(-n // max(1, multiprocessors // (streams * parts)))
-    return DownPlan(n, rank, streams, d, parts, rows, norm_first, format_name)
+    return DownPlan(n, rank, streams, d, parts, rows, format_name)
 
 
 def fit_plan(plan: DownPlan, limit: int) -> DownPlan:
     """The plan with turns that fit in so many bytes of shared memory of a block."""
-    fitting = [c for c in ROW_CAPACITIES if c <= plan.turn_rows and shared_bytes(plan, c, PRODUCT) <= limit]
+    fitting = [c for c in ROW_CAPACITIES if c <= plan.turn_rows and shared_bytes(plan, c) <= limit]
     return replace(plan, turn_rows=max(fitting, default=1))
 
 
 def stream_down(
     residual: Tensor, y: Tensor | None, y_weights: Tensor | None, norm_scale: Tensor, down: StreamedDown, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Queue the kernel on rows [T, S * D] bf16 of the weight's device."""
+    """Queue both kernels on rows [T, S * D] bf16 of the weight's device."""
     plan = down.plan
     residual = readable(residual)
     count = residual.shape[0]
@@ -334,18 +296,17 @@ def queue_down(
     eps: float,
     dependent: bool = True,
 ) -> None:
-    """Queue the one kernel or the two that the rows take; all tensors contiguous bf16.
+    """Queue both kernels; all tensors contiguous bf16.
 
     norm_scale  float32, finished before the kernel before this one began: it is read before the wait
     inputs      residual, y, y_weights; outputs  as hc_down returns them; without y the first is left alone
     dependent   programmatic dependent launch
     """
     residual, y, _ = inputs
-    variant = down.plan.variant(residual.shape[0])
+    turns = down.plan.turns(residual.shape[0])
     packed = pack_arguments(down.tape, norm_scale, *inputs, *outputs, eps, down.scales)
-    for form in variant.forms:
-        write = y is not None and form != PRODUCT
-        launch_for(down.plan, variant, form, write, residual.device, down.cache_dir, dependent)(packed)
+    load_norms(down.plan, turns, y is not None, residual.device, down.cache_dir, dependent)(packed)
+    load_product(down.plan, turns, residual.device, down.cache_dir, dependent)(packed)
 
 
 def pack_arguments(
@@ -367,30 +328,34 @@ def pack_arguments(
 
 
 @cache
-def launch_for(
-    plan: DownPlan,
-    variant: DownVariant,
-    form: int,
-    write: bool,
-    device: torch.device,
-    cache_dir: Path,
-    dependent: bool = True,
+def load_norms(
+    plan: DownPlan, turns: Turns, write: bool, device: torch.device, cache_dir: Path, dependent: bool = True
 ) -> Launch:
-    """The compiled kernel, once a process."""
-    capacity = variant.capacity if form != NORMS else 1  # a block of the norms has one row, whatever the turns
-    cubin = compile_cuda("hc_down.cu", kernel_macros(plan, capacity, form, write), device_arch(device), cache_dir)
-    if form == NORMS:
-        blocks, threads, cluster = variant.turns * variant.capacity * plan.streams, plan.d // UNIT_COLUMNS * 32, 1
-    else:
-        blocks, threads, cluster = variant.turns * plan.stream.blocks, WARPS * 32, plan.stream.split
-    shared = shared_bytes(plan, capacity, form)
-    return Launch(cubin, KERNELS[form], device, blocks, threads, shared, cluster=cluster, dependent=dependent)
+    """The compiled norms, once a process: a block for each stream of every row that the turns have room for."""
+    cubin = compile_cuda("hc_down.cu", norms_macros(plan, write), device_arch(device), cache_dir)
+    blocks, warps = turns.count * turns.rows * plan.streams, plan.d // UNIT_COLUMNS
+    return Launch(cubin, "hc_down_norms_kernel", device, blocks, warps * 32, warps * 4, dependent=dependent)
 
 
-def kernel_macros(plan: DownPlan, capacity: int, form: int, write: bool) -> dict[str, int]:
-    """The macros that specialise `hc_down.cu`."""
+@cache
+def load_product(plan: DownPlan, turns: Turns, device: torch.device, cache_dir: Path, dependent: bool = True) -> Launch:
+    """The compiled product, once a process."""
+    cubin = compile_cuda("hc_down.cu", product_macros(plan, turns.rows), device_arch(device), cache_dir)
+    blocks, cluster, shared = turns.count * plan.stream.blocks, plan.stream.split, shared_bytes(plan, turns.rows)
+    return Launch(
+        cubin, "hc_down_product_kernel", device, blocks, WARPS * 32, shared, cluster=cluster, dependent=dependent
+    )
+
+
+def norms_macros(plan: DownPlan, write: bool) -> dict[str, int]:
+    """The macros that specialise the norms of `hc_down.cu`."""
+    return {"FORM": NORMS, "STREAMS": plan.streams, "D": plan.d, "WRITE": int(write)}
+
+
+def product_macros(plan: DownPlan, capacity: int) -> dict[str, int]:
+    """The macros that specialise the product of `hc_down.cu` for so many rows of a turn."""
     return {
-        "FORM": form,
+        "FORM": PRODUCT,
         "N": plan.n,
         "RANK": plan.rank,
         "STREAMS": plan.streams,
@@ -398,29 +363,19 @@ def kernel_macros(plan: DownPlan, capacity: int, form: int, write: bool) -> dict
         "PARTS": plan.parts,
         "ROWS": plan.rows,
         "X_ROWS": capacity,
-        "WRITE": int(write),
-        "NORM_FIRST": int(plan.norm_first),
         "FORMAT": plan.stream.coding.number,
         # 2 where the next kernel's block fits beside this one: 128 registers a thread and half of the shared memory
-        "PER_SM": 2 if shared_bytes(plan, capacity, form) <= SHARED_LIMIT_OF_TWO else 1,
+        "PER_SM": 2 if shared_bytes(plan, capacity) <= SHARED_LIMIT_OF_TWO else 1,
     }
 
 
-def shared_bytes(plan: DownPlan, capacity: int, form: int) -> int:
-    """Dynamic shared memory of a block, as `hc_down.cu` lays it out."""
-    if form == NORMS:
-        return plan.d // UNIT_COLUMNS * 4
-    columns, steps = plan.d // plan.parts, plan.stream.steps
+def shared_bytes(plan: DownPlan, capacity: int) -> int:
+    """Dynamic shared memory of a block of the product, as `hc_down.cu` lays it out."""
     widths = -(-plan.rows // 8)
     pitch = (widths + (widths % 2 == 0)) * 8
-    weights = WARPS * plan.stream.piece_bytes
+    weights, sums = WARPS * plan.stream.piece_bytes, (WARPS * pitch + plan.rows) * capacity * 4
     scales = plan.rows * 4 if plan.format in ("fp8_channel", "fp8_tensor") else 0
-    if form == PRODUCT:
-        sums = (WARPS * pitch + plan.rows) * capacity * 4
-        return -(-(weights + 448 + sums + scales) // 8) * 8 + WARPS * 8
-    staged = columns * 4 + capacity * (columns * 2 + 64)
-    sums = (WARPS * pitch + plan.rows + steps + 1) * capacity * 4
-    return -(-(weights + staged + sums + scales) // 8) * 8 + WARPS * 16
+    return -(-(weights + 448 + sums + scales) // 8) * 8 + WARPS * 8
 
 
 def launch_norms(
@@ -542,7 +497,7 @@ def _why_not_streamed(down: PackedWeight, streams: int, device: torch.device) ->
     properties = torch.cuda.get_device_properties(device)
     d, count = width // streams, properties.multi_processor_count
     plan = plan_down(n, n, streams, d, count, blocks_of_a_stream(d), format_name=down.format)
-    wanted = max(shared_bytes(plan, row_capacity(plan.whole_rows, 16), WHOLE), shared_bytes(plan, 16, PRODUCT))
+    wanted = shared_bytes(plan, 16)
     if wanted > shared_limit(device):
         return f"its kernel wants {wanted} bytes of shared memory, more than {properties.name} has"
     return None

@@ -5,7 +5,7 @@
 // Warps: STREAMS x HALVES share the rows, SLICES share the columns of a row. Sums as in linear.cu, whatever the row count.
 // More than X_ROWS rows go in turns, all in one launch: the grid is turns times blocks.
 //
-// STAGED 0, few rows: a warp reads its slice of `low` from the L2 into registers, as every stream's warp does. STAGED 1: the
+// Up to 8 rows: a warp reads its slice of `low` from the L2 into registers, as every stream's warp does. More are STAGED: the
 // block brings `low` to shared memory once, as the fragments that matrix steps take; a warp keeps its weights in registers,
 // decoded once for all tiles of 16 rows, and its sums take the place of those weights in shared memory, so that the next
 // kernel's block still fits beside this one.
@@ -17,8 +17,7 @@
 // COLUMNS           channels of a block, even
 // SLICES            warps that share the columns of a row: 1 or 2
 // FORMAT            of the weights: bf16, FP8 with a scale for each row, or MXFP8; see formats.cuh
-// X_ROWS            rows of a turn at most: 1 to 8, 16, and where staged any multiple of 16
-// STAGED            see above
+// X_ROWS            rows of a turn at most: 1 to 8, or a multiple of 16
 // PER_SM            blocks that fit on a multiprocessor together
 
 constexpr int WARPS = 8;
@@ -28,7 +27,7 @@ constexpr int BLOCKS = (D + COLUMNS - 1) / COLUMNS;  // of a turn
 constexpr int ROWS = COLUMNS / HALVES;  // weight rows of a warp
 constexpr int STEPS = RANK / (32 * SLICES);
 constexpr int WIDTHS = (ROWS + 7) / 8;
-constexpr bool TALL = X_ROWS > 8;
+constexpr bool STAGED = X_ROWS > 8;
 constexpr int TILES = (X_ROWS + 15) / 16;
 constexpr int PIECE_BYTES = STEPS * unit_bytes(ROWS);
 constexpr int PITCH = (WIDTHS + (WIDTHS % 2 == 0)) * 8;
@@ -36,7 +35,7 @@ constexpr int SUMS_BYTES = X_ROWS * PITCH * 4;  // of a warp
 constexpr int PAIRS = COLUMNS / 2;              // channels are finished two at a time
 constexpr int ROUNDS = (X_ROWS * PAIRS + THREADS - 1) / THREADS;
 static_assert(HALVES * STREAMS * SLICES == WARPS && ROWS * HALVES == COLUMNS && STEPS * 32 * SLICES == RANK, "plan");
-static_assert(COLUMNS % 2 == 0 && D % 2 == 0 && (STAGED ? X_ROWS % 16 == 0 : X_ROWS <= 16), "plan");
+static_assert(COLUMNS % 2 == 0 && D % 2 == 0 && (!STAGED || X_ROWS % 16 == 0), "plan");
 static_assert(UNIT_STEPS == 1 && !BLOCK_SCALES, "format");
 // a warp's weights, and its sums beside them or, where staged, after them
 constexpr int WARP_BYTES = STAGED ? (PIECE_BYTES > SUMS_BYTES ? PIECE_BYTES : SUMS_BYTES) : PIECE_BYTES;
@@ -64,7 +63,7 @@ DEVICE void store_sums(float* to, const float (&acc)[WIDTHS][2][4], int g, int t
     const float(&odd)[4] = acc[width][1];
     float* at = to + g * PITCH + width * 8 + 2 * t;
     if (g < X_ROWS) *(float2*)at = make_float2(even[0] + odd[0], even[1] + odd[1]);
-    if (TALL) *(float2*)(at + 8 * PITCH) = make_float2(even[2] + odd[2], even[3] + odd[3]);
+    if (STAGED) *(float2*)(at + 8 * PITCH) = make_float2(even[2] + odd[2], even[3] + odd[3]);
   }
 }
 
@@ -96,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) hc_mix_kernel(cons
     const int item = min(warp + WARPS * i, ITEMS - 1), row = (STAGED ? item / X_STEPS * 16 : 0) + g;
     const int column = (STAGED ? item % X_STEPS : warp % SLICES * STEPS + i) * 32 + t * 8;
     x[i] = load_global(a.low + (first + min(row, rows - 1)) * RANK + column);
-    z[i] = TALL ? load_global(a.low + (first + min(row + 8, rows - 1)) * RANK + column) : Words{0, 0, 0, 0};
+    z[i] = STAGED ? load_global(a.low + (first + min(row + 8, rows - 1)) * RANK + column) : Words{0, 0, 0, 0};
   }
   u32 n[ROUNDS][STREAMS];  // requested now, needed last
 #pragma unroll
@@ -151,8 +150,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) hc_mix_kernel(cons
 #pragma unroll
       for (int width = 0; width < WIDTHS; width++) {
         const Words w = decode(load_codes(weights + i * unit_bytes(ROWS), ROWS, width * 8 + g, t), 0, t);
-        matrix_step(acc[width][0], x[i].x, z[i].x, x[i].y, z[i].y, w.x, w.y);
-        matrix_step(acc[width][1], x[i].z, z[i].z, x[i].w, z[i].w, w.z, w.w);
+        matrix_step(acc[width][0], x[i].x, 0, x[i].y, 0, w.x, w.y);
+        matrix_step(acc[width][1], x[i].z, 0, x[i].w, 0, w.z, w.w);
       }
     store_sums(sums + warp * SUMS_PITCH, acc, g, t);
   }

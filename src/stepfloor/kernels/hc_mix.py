@@ -8,12 +8,12 @@ On a GPU the matrix is repacked once, at load (`hc_mix_repack`), so that one blo
 the same channels of every stream and finishes them. Its sums depend on the shape alone, never on the number of rows.
 More rows than a decode step has, and matrices that are not repacked, go through a product and one kernel for the rest.
 
-Why `low` is staged in shared memory for more than DIRECT_ROWS rows, at the model's sizes on an H200, where a
-multiprocessor gets 42 bytes a ns of the L2's 5.5 TB/s, 220 of its shared memory, and issues 7 warp instructions a ns.
-Read by every warp, 64 rows of `low` are 164 KB a block (3.9 us); in four launches in a row they took 20 us. Staged
-they are 41 KB (1.0 us) beside 10 KB of n; shared memory then moves 205 KB of `low`, 51 KB of weights, once for all
-tiles, and 98 KB of sums (1.6 us); 8,800 warp instructions are 1.3 us. Some of these overlap: with the launch, 64 rows
-should take 5 to 6 us. These are estimates, no GPU has run it: `benchmarks.hyper_connection` measures every form.
+Why `low` is staged in shared memory for more than DIRECT_ROWS rows, at the model's sizes on an H200
+(`benchmarks/hyper-connection-h200.md`): read by every warp, 64 rows of it are 164 KB a block, and a multiprocessor gets
+42 bytes a ns of the L2. Staged, 16 rows take 3.70 us for 4.17 and 64 rows 8.36 for 10.4, both in turns of 16.
+
+Why turns of TURN_ROWS: 64 rows take 6.70 us in two turns of 32, one wave of two blocks a multiprocessor; 7.93 in one of
+64, and 8.36 in four of 16, two waves.
 """
 
 import logging
@@ -47,6 +47,7 @@ from stepfloor.kernels._stream import (
     STEP_COLUMNS,
     WARPS,
     StreamPlan,
+    Turns,
     dense_launch,
     dense_matrix,
     outer_scales,
@@ -56,6 +57,7 @@ from stepfloor.kernels._stream import (
     say_once,
     shared_limit,
     stack_all,
+    turns_for,
     unpack_tape,
     why_not_streamed,
 )
@@ -64,7 +66,8 @@ from stepfloor.kernels._torch import product, sigmoid
 logger = logging.getLogger(__name__)
 
 MAX_ROWS = 80  # more rows are prefill: the library multiplies
-DIRECT_ROWS = 8  # rows up to which every warp reads `low` itself
+DIRECT_ROWS = 8  # rows up to which every warp reads `low` itself: the first half of a tile
+TURN_ROWS = 32
 BLOCK_CHANNELS = 1024
 FORMATS = ("bf16", "fp8_channel", "fp8_tensor", "mxfp8")  # that `hc_mix.cu` reads
 
@@ -73,11 +76,9 @@ FORMATS = ("bf16", "fp8_channel", "fp8_tensor", "mxfp8")  # that `hc_mix.cu` rea
 class MixPlan:
     """How the matrix [S * D, rank] is cut; the macros of `hc_mix.cu` have these names.
 
-    columns  channels of a block, even; slices  warps that share the columns of a weight row
-    format   of the matrix as stored
-    direct_rows  rows up to which every warp reads its part of `low` itself, 16 at most; for more, a block stages it
-    turn_rows    rows of a block at most; more go in turns, in one launch
-    The last two move no bit: `variant` is where they choose a kernel.
+    columns    channels of a block, even; slices  warps that share the columns of a weight row
+    format     of the matrix as stored
+    turn_rows  rows of a block at most; more go in turns, in one launch. Moves no bit
     """
 
     d: int
@@ -86,13 +87,11 @@ class MixPlan:
     columns: int
     slices: int
     format: str = "bf16"
-    direct_rows: int = DIRECT_ROWS
-    turn_rows: int = MAX_ROWS
+    turn_rows: int = TURN_ROWS
 
-    def variant(self, rows: int) -> "MixVariant":
-        """The kernel for this many rows."""
-        capacity = row_capacity(rows, self.turn_rows)
-        return MixVariant(capacity > self.direct_rows, capacity, -(-rows // capacity))
+    def turns(self, rows: int) -> Turns:
+        """How one launch takes this many rows."""
+        return turns_for(rows, self.turn_rows)
 
     @property
     def blocks(self) -> int:
@@ -112,18 +111,6 @@ class MixPlan:
     def order(self) -> tuple[int, int, int]:
         """How the rows of the tape are ordered, for `_stream.dense_matrix`."""
         return self.streams, self.d, self.columns
-
-
-@dataclass(frozen=True, slots=True)
-class MixVariant:
-    """How some number of rows is taken; all variants of a plan give a row the same bits.
-
-    staged  whether blocks keep `low` in shared memory; capacity  rows of a turn; turns  of the launch
-    """
-
-    staged: bool
-    capacity: int
-    turns: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -220,7 +207,7 @@ def hc_mix_repack(
     streamed = StreamedMix(plan, tape, cache_dir or default_cache_dir(), scales)
     dense_launch(plan.stream, plan.order, target, streamed.cache_dir)
     for rows in (c for c in ROW_CAPACITIES if c <= row_capacity(max_rows)):
-        launch_for(plan, plan.variant(rows), target, streamed.cache_dir)
+        launch_for(plan, plan.turns(rows), target, streamed.cache_dir)
     # kernels request weights before they wait for their predecessor, which the repacking must not be
     torch.cuda.synchronize(target)
     return (streamed,)
@@ -236,8 +223,7 @@ def plan_mix(
 
 def fit_plan(plan: MixPlan, limit: int) -> MixPlan:
     """The plan with turns that fit in so many bytes of shared memory of a block."""
-    fitting = [c for c in ROW_CAPACITIES if c <= plan.turn_rows]
-    fitting = [c for c in fitting if shared_bytes(plan, MixVariant(c > plan.direct_rows, c, 1)) <= limit]
+    fitting = [c for c in ROW_CAPACITIES if c <= plan.turn_rows and shared_bytes(plan, c) <= limit]
     return replace(plan, turn_rows=max(fitting, default=1))
 
 
@@ -278,7 +264,7 @@ def stream_mix(low: Tensor, normed: Tensor, up: StreamedMix) -> Tensor:
 
 def queue_mix(up: StreamedMix, low: Tensor, normed: Tensor, out: Tensor, dependent: bool = True) -> None:
     """Queue the kernel; all tensors contiguous bf16. dependent: programmatic dependent launch."""
-    launch = launch_for(up.plan, up.plan.variant(low.shape[0]), low.device, up.cache_dir, dependent)
+    launch = launch_for(up.plan, up.plan.turns(low.shape[0]), low.device, up.cache_dir, dependent)
     launch(pack_arguments(up.tape, low, normed, out, up.scales))
 
 
@@ -323,17 +309,15 @@ def _gates_kernel(logits_ptr, normed_ptr, out_ptr, d, STREAMS: tl.constexpr, BLO
 
 
 @cache
-def launch_for(
-    plan: MixPlan, variant: MixVariant, device: torch.device, cache_dir: Path, dependent: bool = True
-) -> Launch:
+def launch_for(plan: MixPlan, turns: Turns, device: torch.device, cache_dir: Path, dependent: bool = True) -> Launch:
     """The compiled kernel, once a process."""
-    cubin = compile_cuda("hc_mix.cu", kernel_macros(plan, variant), device_arch(device), cache_dir)
-    blocks, shared = variant.turns * plan.blocks, shared_bytes(plan, variant)
+    cubin = compile_cuda("hc_mix.cu", kernel_macros(plan, turns.rows), device_arch(device), cache_dir)
+    blocks, shared = turns.count * plan.blocks, shared_bytes(plan, turns.rows)
     return Launch(cubin, "hc_mix_kernel", device, blocks, WARPS * 32, shared, dependent=dependent)
 
 
-def kernel_macros(plan: MixPlan, variant: MixVariant) -> dict[str, int]:
-    """The macros that specialise `hc_mix.cu`."""
+def kernel_macros(plan: MixPlan, capacity: int) -> dict[str, int]:
+    """The macros that specialise `hc_mix.cu` for so many rows of a turn."""
     return {
         "D": plan.d,
         "STREAMS": plan.streams,
@@ -341,22 +325,21 @@ def kernel_macros(plan: MixPlan, variant: MixVariant) -> dict[str, int]:
         "COLUMNS": plan.columns,
         "SLICES": plan.slices,
         "FORMAT": plan.stream.coding.number,
-        "X_ROWS": variant.capacity,
-        "STAGED": int(variant.staged),
+        "X_ROWS": capacity,
         # 2 where the next kernel's block fits beside this one: 128 registers a thread and half of the shared memory
-        "PER_SM": 2 if shared_bytes(plan, variant) <= SHARED_LIMIT_OF_TWO else 1,
+        "PER_SM": 2 if shared_bytes(plan, capacity) <= SHARED_LIMIT_OF_TWO else 1,
     }
 
 
-def shared_bytes(plan: MixPlan, variant: MixVariant) -> int:
+def shared_bytes(plan: MixPlan, capacity: int) -> int:
     """Dynamic shared memory of a block, as `hc_mix.cu` lays it out."""
-    stream = plan.stream
+    stream, staged = plan.stream, capacity > DIRECT_ROWS
     widths = -(-stream.rows // 8)
     pitch = (widths + (widths % 2 == 0)) * 8
     scales = plan.streams * plan.columns * 4 if plan.format in ("fp8_channel", "fp8_tensor") else 0
-    weights, sums = stream.piece_bytes, variant.capacity * pitch * 4
-    of_warps = WARPS * (max(weights, sums) if variant.staged else weights + sums) + 512
-    low = variant.capacity * plan.rank * 2 if variant.staged else 0
+    weights, sums = stream.piece_bytes, capacity * pitch * 4
+    of_warps = WARPS * (max(weights, sums) if staged else weights + sums) + 512
+    low = capacity * plan.rank * 2 if staged else 0
     return -(-(of_warps + low + scales) // 8) * 8 + WARPS * 8
 
 
@@ -381,7 +364,7 @@ def _why_not_streamed(up: PackedWeight, streams: int, device: torch.device) -> s
         return reason
     properties = torch.cuda.get_device_properties(device)
     plan = plan_mix(width // streams, streams, rank, properties.multi_processor_count, format_name=up.format)
-    wanted = shared_bytes(plan, MixVariant(True, 16, 1))
+    wanted = shared_bytes(plan, 16)
     if wanted > shared_limit(device):
         return f"its kernel wants {wanted} bytes of shared memory, more than {properties.name} has"
     return None

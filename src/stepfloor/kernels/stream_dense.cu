@@ -49,6 +49,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) dense_kernel(const __grid_
       v.z = to_pair(lower(v.z) * scale, upper(v.z) * scale);
       v.w = to_pair(lower(v.w) * scale, upper(v.w) * scale);
     }
-    *(Words*)(a.out + (u64)row * K + column) = v;
+    store_global(a.out + (u64)row * K + column, v);
   }
 }
