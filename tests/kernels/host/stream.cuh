@@ -251,14 +251,14 @@ inline void matrix_step(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u
   w.sync.arrive_and_wait();
 }
 // Four warps do this side by side; b is [8 columns][half of k][column][8 k] in shared memory.
-template <int COLUMNS> void group_step(float (&d)[COLUMNS / 2], u32 a0, u32 a1, u32 a2, u32 a3, u32 b) {
+template <int WIDTH> void group_step(float (&d)[WIDTH / 2], u32 a0, u32 a1, u32 a2, u32 a3, u32 b) {
   Warp& w = *block->warps[threadIdx.x / 32];
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const u32 a[4] = {a0, a1, a2, a3};
-  check_shared(b, COLUMNS * 32);
+  check_shared(b, WIDTH * 32);
   memcpy(w.a[lane], a, sizeof a);
   w.sync.arrive_and_wait();
-  for (int i = 0; i < COLUMNS / 2; i++) {
+  for (int i = 0; i < WIDTH / 2; i++) {
     const int row = g + i / 2 % 2 * 8, column = i / 4 * 8 + 2 * t + i % 2;
     for (int k = 0; k < 16; k++) {
       const u32 left = w.a[row % 8 * 4 + k % 8 / 2][k / 8 * 2 + row / 8];
