@@ -174,6 +174,14 @@ async def _gather(send: Send, url: str, bodies: list[bytes], stagger: float) -> 
     return await send(url, bodies, stagger)
 
 
+def line_of(row: dict[str, Any]) -> str:
+    return (
+        "{client:10} {streams:8} {events_per_s:6.0f} events/s {cpu_us_per_event:5.0f} us each,"
+        " {core_share:4.0%} of a core; late p50 {late_ms_p50:.2f} p99 {late_ms_p99:.2f} max {late_ms_max:.1f} ms;"
+        " itl mean {itl_ms_mean:.3f} ({true_itl_ms_mean:.3f}) p99 {itl_ms_p99:.2f} ({true_itl_ms_p99:.2f})"
+    ).format(**row)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parse = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parse.add_argument("--clients", default="ours")
@@ -199,12 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 for stagger in (0.0, GAP_MS / 1000 / STREAMS):
                     row = measure(name, found[0], stagger, len(rows))
                     rows.append(row)
-                    print(
-                        f"{name:10} {row['streams']:8} {row['events_per_s']:6.0f} events/s {row['cpu_us_per_event']:5.0f}"
-                        f" us each, {100 * row['core_share']:3.0f} % of a core; late p50 {row['late_ms_p50']:.2f} p99 "
-                        f"{row['late_ms_p99']:.2f} max {row['late_ms_max']:.1f} ms; itl mean {row['itl_ms_mean']:.3f} "
-                        f"({row['true_itl_ms_mean']:.3f}) p99 {row['itl_ms_p99']:.2f} ({row['true_itl_ms_p99']:.2f})"
-                    )
+                    print(line_of(row))
     finally:
         server.terminate()
         server.wait()

@@ -275,14 +275,15 @@ def result_of(
     window_s: float,
 ) -> Result:
     """A result with the flags that every kind has."""
-    more = []
+    more: list[Flag] = []
+    grown = seen.grown()
     if seen.stopped:
         more.append(Flag("partial", f"stopped by hand after {window_s:.1f} s"))
     if session.warm_up:
         more.append(Flag("warm_up", f"{len(session.warm_up)} requests before the window, with other prompts"))
     if session.load.sampling == "server":
         more.append(Flag("sampling_unknown", "the server's own sampling values were used"))
-    if not session.found.config_known:
+    if not session.found.target.config:
         more.append(Flag("config_missing", "the server does not tell its configuration; pass --server-config"))
     if held := throttled(seen.telemetry):
         more.append(Flag("clock_throttle", held))
@@ -295,7 +296,7 @@ def result_of(
         (*more, *flags),
         tuple(requests),
         telemetry=seen.telemetry,
-        server=seen.grown(),
+        server=None if grown is None else {**grown, "info": dict(session.found.info)},
         window_s=window_s,
     )
 

@@ -14,12 +14,15 @@ from stepfloor.tools.bench.scrape import Page, fetch_page
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A target, and what a load must know of it. config_known: whether its whole configuration was told."""
+    """A target, and what a load must know of it; its config is empty unless the whole of it was told.
+
+    info  labels of what its metrics page says of its cache: a part, which does not make runs comparable
+    """
 
     target: Target
     max_model_len: int | None
     page: Page | None
-    config_known: bool
+    info: Mapping[str, str]
 
 
 async def find_target(client: Client, model: str | None, config: Mapping[str, Any] | None = None) -> Found:
@@ -44,22 +47,21 @@ async def find_target(client: Client, model: str | None, config: Mapping[str, An
     told = await client.fetch_json("GET", "/version")
     version = told.get("version") if isinstance(told, dict) else None
     page = await fetch_page(client)
-    own: dict[str, Any] = dict(page.info) if page is not None else {}
-    known = bool(config)
+    own: dict[str, Any] = {}
     if server == "sglang":
         info = await client.fetch_json("GET", "/get_server_info") or await client.fetch_json("GET", "/server_info")
         if isinstance(info, dict):
-            own, known = {**own, **info}, True
+            own = dict(info)
             version = info.get("version", version)
     elif server == "llamacpp":
         props = await client.fetch_json("GET", "/props")
         if isinstance(props, dict):
-            own, known = {**own, **{k: v for k, v in props.items() if k != "chat_template"}}, True
+            own = {key: value for key, value in props.items() if key != "chat_template"}
             version = props.get("build_info", version)
     meta = entry.get("meta") or {}
     longest = entry.get("max_model_len") or meta.get("n_ctx") or meta.get("n_ctx_train")
     target = Target(client.url, chosen, server, version, {**own, **(config or {})})
-    return Found(target, longest, page, known)
+    return Found(target, longest, page, {} if page is None else page.info)
 
 
 def read_server_config(text: str) -> dict[str, Any]:
