@@ -30,7 +30,7 @@ def compare_once(
     """(word, rounds it took) of a comparison that looks after these rounds: "effect" if any metric is called one."""
     most = looks[-1]
     order = np.array([order_of(i, 2) for i in range(most)])  # [rounds, 2]
-    place = np.empty((most, 2))
+    place = np.empty((most, 2), dtype=int)
     place[np.arange(most)[:, None], order] = np.arange(2 * most).reshape(most, 2)
     level = 100.0 + machine.drift * place
     level[:, 1] *= 1 + machine.effect / 100
@@ -38,14 +38,19 @@ def compare_once(
     asked = {f"m{i}": RATE for i in range(metrics)}
     for i, n in enumerate(looks):
         series = [
-            Series(f"m{k}", "", "a", "b", tuple(range(n)), tuple(values[:n, 0, k]), tuple(values[:n, 1, k]))
+            Series(f"m{k}", "", "a", "b", tuple(range(n)), *columns(values[:n, :, k]), *columns(place[:n]))
             for k in range(metrics)
         ]
-        found = judge(series, asked, level=LookLevel(tuple(looks[: i + 1]), most))
+        found = judge(series, asked, level=LookLevel(tuple(looks[: i + 1]), most), resamples=0)
         words = [c.verdict.word for c in found]
         if words[0] != "unresolved" or n == most:
             return ("effect" if "effect" in words else words[0]), n
     raise ValueError("a comparison needs a look")
+
+
+def columns(table: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Those of a table of two."""
+    return tuple(table[:, 0].tolist()), tuple(table[:, 1].tolist())
 
 
 def simulate(
@@ -75,8 +80,8 @@ def main() -> None:
             (3, 0, 1),
             (3, -1, 1),
         ):
-            words, rounds = simulate(10_000, Machine(2.0, drift, effect), looks, metrics=metrics)
-            shares = " | ".join(f"{words[word] / 100:.1f} %" for word in ("effect", "no effect", "unresolved"))
+            words, rounds = simulate(5000, Machine(2.0, drift, effect), looks, metrics=metrics)
+            shares = " | ".join(f"{words[word] / 50:.1f} %" for word in ("effect", "no effect", "unresolved"))
             print(f"| {effect} % | {drift} % | {shown} | {metrics} | {shares} | {rounds:.1f} |")
 
 

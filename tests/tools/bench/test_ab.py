@@ -189,8 +189,12 @@ def test_an_interrupted_comparison_goes_on(tmp_path: Path, interruption: object)
     assert [r.arm for r in report.runs if r.broken is None] == list("abba" * 4)
 
 
-def test_faster_and_degenerate_is_no_win(tmp_path: Path) -> None:
-    """The fastest arm of all repeats itself. Its speed is an effect, and it does not win."""
+@pytest.mark.parametrize(
+    ("looping_arms", "counts"),
+    [("b", "32 of 32 answers of b loop, 0 of a"), ("ab", "32 of 32 answers of b loop, 32 of a")],
+)
+def test_faster_and_degenerate_is_no_win(tmp_path: Path, looping_arms: str, counts: str) -> None:
+    """The fastest arm of all repeats itself. Its speed is an effect, and it does not win; nor where both do."""
 
     def looping(rate: float) -> Result:
         requests = tuple(Request(i, 0.0, output_tokens=8, looped=True) for i in range(4))
@@ -201,13 +205,18 @@ def test_faster_and_degenerate_is_no_win(tmp_path: Path) -> None:
 
     values = rates(lambda i: i, lambda i: i, 8)
     order = [arm for round_ in range(8) for arm in order_of(round_, 2)]
-    script = Scripted([(sound(100 + i % 2), looping(150 + i % 2))[arm] for i, arm in zip(values, order, strict=True)])
+    script = Scripted(
+        [
+            (looping if "ab"[arm] in looping_arms else sound)((100, 150)[arm] + i % 2)
+            for i, arm in zip(values, order, strict=True)
+        ]
+    )
     with stub(Script()) as server:
         report = run(url_plan(server.url), tmp_path / "r.json", script)
     outcome = conclude(report)
     assert outcome.comparisons[0].verdict.word == "effect"
     assert outcome.winners == ()
-    assert "that is no win: 32 of 32 answers of b loop, 0 of a" in outcome.headline[0]
+    assert f"that is no win: {counts}" in outcome.headline[0]
 
 
 @pytest.mark.parametrize(

@@ -23,14 +23,14 @@ def test_looks_do_not_add_up() -> None:
 
 
 def test_true_effects_are_found_as_often_as_stated() -> None:
-    """3 % at 12 rounds. Drift is a part of the noise: +1 and -1 by turns, and the level sinks by 11.5 on average.
+    """3 % at 12 rounds, of a level that is 11.5 lower on average. The drift is taken out, for a degree of freedom.
 
     400 comparisons stray by 3 * sqrt(p (1 - p) / 400) = 0.055.
     """
     level = 1 - 0.115
-    stated = power(12, 3.0 * level, math.sqrt(2 * (2.0 * level) ** 2 + 1.0))
+    stated = power(12, 3.0 * level, math.sqrt(2) * 2.0 * level, lost=2)
     words, _ = simulate(400, Machine(effect=3.0), FIXED)
-    assert stated > 0.8
+    assert stated > 0.85
     assert words["effect"] / 400 == pytest.approx(stated, abs=0.055)
 
 

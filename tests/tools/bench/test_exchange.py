@@ -67,6 +67,9 @@ def test_a_measurement_of_ours_on_the_same_server_agrees(name: str) -> None:
     with stub(Script(first_ms=50, gap_ms=30, tokens_per_chunk=3)) as server:
         load = Load(input_len="8", output_len="30", num_prompts=4, concurrency=2, num_warmups=2, sampling="greedy")
         ours = run(server.url, load)
+    late = ours.metrics["client_late_ms"].stats["max"]
+    if late > 3:
+        pytest.skip(f"this machine is too busy to tell 30 ms from 31: a timer was {late:.0f} ms late")
     theirs = only(name)
     for metric in ("itl_ms", "tpot_ms", "per_user_rate"):
         assert ours.metrics[metric].stats["mean"] == pytest.approx(theirs.metrics[metric].stats["mean"], rel=0.01)
@@ -163,6 +166,7 @@ def test_a_round_trip_keeps_the_common_figures(name: str, tool: str, tmp_path: P
         result = replace(result, metrics={k: v for k, v in result.metrics.items() if not k.endswith("_tokens")})
     written = export_results([result], tool, tmp_path / "out")
     (again,) = import_file(written[0])
+    assert again.valid == result.valid
     worked_out = (again.origin or {}).get("worked_out", ())
     kept = (result.metrics.keys() & again.metrics.keys()) - set(worked_out)
     exact = tool != "llm-inference-bench"
@@ -257,6 +261,8 @@ def test_a_summary_or_the_records_of_aiperf_alone(tmp_path: Path) -> None:
                 name
             )
         assert bool(result.requests) == (name == aiperf.RECORDS)
+        # neither tells whether the loop was open, so neither may say that its latencies are from the plan
+        assert ("plan_unknown" in {f.code for f in result.flags}) == (name != aiperf.SUMMARY)
 
 
 def test_a_matrix_becomes_one_file_of_cells(tmp_path: Path) -> None:
@@ -280,7 +286,16 @@ def test_what_is_no_result_file_is_refused(tmp_path: Path) -> None:
             import_file(tmp_path / "x.json")
     with pytest.raises(UserError, match="cannot read"):
         import_file(tmp_path / "none.json")
+    (tmp_path / "x.csv").write_text("Metric,avg\nTime to First Token (ms),fast\n")
+    with pytest.raises(UserError, match=r"not as its tool writes it .*'fast'"):
+        import_file(tmp_path / "x.csv")
+    (tmp_path / aiperf.RECORDS).write_text('{"metadata": {}}')
+    with pytest.raises(UserError, match="tell no request_start_ns"):
+        import_file(tmp_path / aiperf.RECORDS)
     raw = json.loads((DATA / "vllm-closed.json").read_text())
+    (tmp_path / "x.json").write_text(json.dumps({**raw, "queue_times": [0.0], "request_rate": 2.0}))
+    with pytest.raises(UserError, match="not as its tool writes it"):
+        import_file(tmp_path / "x.json")
     (tmp_path / "x.json").write_text(json.dumps({**raw, "mean_ttft_ms": "fast"}))
     with pytest.raises(UserError, match="mean_ttft_ms should be a number; got 'fast'"):
         import_file(tmp_path / "x.json")

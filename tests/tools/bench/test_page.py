@@ -1,6 +1,8 @@
 """The page of a measurement: what it says, that it asks nobody for anything, and (slow) what a browser makes of it."""
 
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 from benchmarks.page_screenshot import boxes, find_browser, screenshot
 from stepfloor.errors import UserError
 from stepfloor.tools.bench import metrics
-from stepfloor.tools.bench.charts import charts, place
+from stepfloor.tools.bench.charts import charts, labels, place
 from stepfloor.tools.bench.exchange.files import import_file
 from stepfloor.tools.bench.page import page, write_page
 from stepfloor.tools.bench.plot import Axis, Plot, short
@@ -59,7 +61,7 @@ def pairs() -> tuple[Comparison, ...]:
     random = np.random.default_rng(0)
     base = 100 + random.normal(0, 2, 11)
     arm = base + 3 + random.normal(0, 0.5, 11)
-    series = Series("output_throughput", "tokens/s", "k=0", "k=3", tuple(range(1, 12)), tuple(base), tuple(arm))
+    series = Series("output_throughput", "tokens/s", "k=0", "k=3", tuple(range(11)), tuple(base), tuple(arm))
     return judge([series], {"output_throughput": Asked("output_throughput", True, Margin(1, True))})
 
 
@@ -143,6 +145,13 @@ def test_a_result_that_does_not_count_is_marked_wherever_it_is() -> None:
     assert "✓ valid" in page([one()])
 
 
+def test_a_page_is_titled_by_what_it_holds() -> None:
+    assert "<h1>Matrix: a &lt;model&gt;" in page(matrix())
+    assert "<h1>Accuracy, 2 results: " in page([accuracy(), accuracy()])
+    assert "<h1>k=3 against k=0" in page([one(), one()], pairs(), ["k=0", "k=3"])
+    assert "<h1>Imported: stub" in page([one()])
+
+
 def test_flags_of_many_results_stand_once() -> None:
     text = page(matrix())
     assert text.count("<b>warm up</b>") == 1
@@ -175,6 +184,30 @@ def test_a_verdict_shows_its_pairs() -> None:
     assert chart.svg.count("<circle") == 11
     assert chart.svg.count('class="end') == 2
     assert "would not matter" in chart.svg
+    assert ">11</text>" in chart.svg
+    assert ">0</text>" not in chart.svg.partition("round")[0].rpartition("tick")[2]
+
+
+def test_the_rounds_of_an_arm_share_a_line_and_have_a_row_each() -> None:
+    rounds = [one(), one(), one(), one()]
+    text = page(rounds, pairs(), ["k=0", "k=3", "k=3", "k=0"])
+    for name in ("k=0, 1", "k=0, 2", "k=3, 1", "k=3, 2"):
+        assert f'<th scope="row">{name}</th>' in text
+    assert text.count("Load and configuration") == 2
+    found = {c.id: c for c in charts(rounds, (), ["k=0", "k=3", "k=3", "k=0"])}
+    assert found["ttft"].legend == ("k=0", "k=3")
+    assert "24 values" in page(rounds[:2], (), ["k=0", "k=0"])
+
+
+def test_a_result_is_named_by_what_it_differs_in() -> None:
+    """Two runs differ in their seeds always; that is no name."""
+    first, second = one(), one()
+    differs = [replace(first, load={"seed": 1, "k": 0}), replace(second, load={"seed": 2, "k": 3})]
+    assert labels(differs) == ("k 0", "k 3")
+    same = [replace(r, load={"seed": i}) for i, r in enumerate((first, second))]
+    assert labels(same) == ("stub 1", "stub 2")
+    arms = [replace(r, target=replace(r.target, config={"argv": f"--k {i}"})) for i, r in enumerate(same)]
+    assert labels(arms) == ("argv --k 0", "argv --k 1")
 
 
 def test_requests_in_flight_and_tokens_are_those_of_the_requests() -> None:
@@ -215,6 +248,14 @@ def test_a_cell_stands_where_its_load_says() -> None:
     assert place({"concurrency": 4, "context": 16384}) == (4.0, 16384.0)
     assert place({"max_concurrency": 2}) == (2.0, 0.0)
     assert place({"input_len": "512"}) == (None, 0.0)
+
+
+def test_a_page_needs_no_scipy() -> None:
+    """Only comparisons do; bench serve --html must not ask for it."""
+    blocked = "import sys; sys.modules['scipy'] = None; import stepfloor.tools.bench.page, stepfloor.tools.bench.speed"
+    subprocess.run(
+        [sys.executable, "-c", blocked], check=True, env={"PYTHONPATH": str(Path(__file__).parents[3] / "src")}
+    )
 
 
 def test_nothing_to_show_and_nowhere_to_write(tmp_path: Path) -> None:

@@ -63,8 +63,28 @@ def test_equal_differences_have_no_spread() -> None:
     assert (shifted.t, shifted.p) == (math.inf, 0.0)
     assert shifted.interval() == pytest.approx((0.3, 0.3))
     assert (shifted.equivalence_p(0.2), shifted.equivalence_p(0.4)) == (1.0, 0.0)
-    with pytest.raises(ValueError, match="at least two differences; got 1"):
+    with pytest.raises(ValueError, match="at least 2 differences; got 1"):
         paired_t([1.0])
+
+
+def test_drift_is_taken_out_of_the_differences() -> None:
+    """In turned pairs drift adds and subtracts by turns: as noise it would hide an effect of its own size.
+
+    The estimate, its error and its degrees of freedom are those of a regression on the distance, at distance zero.
+    """
+    make = np.random.default_rng(7)
+    distances = [1, -1] * 6 + [1]  # one pair too many: the plain mean would keep a thirteenth of the drift
+    noise = make.normal(0, 0.5, 13)
+    differences = [2.0 - 3.0 * d + e for d, e in zip(distances, noise, strict=True)]
+    found, plain = paired_t(differences, distances), paired_t(differences)
+    assert found.p < 1e-6
+    assert plain.p > 0.05
+    theirs = stats.linregress(distances, differences)
+    assert (found.mean, found.se, found.df) == pytest.approx((theirs.intercept, theirs.intercept_stderr, 11))
+    balanced = paired_t(differences[:12], distances[:12])
+    assert balanced.mean == pytest.approx(np.mean(differences[:12]))
+    with pytest.raises(ValueError, match="at least 3 differences; got 2"):
+        paired_t([1.0, 2.0], [1, -1])
 
 
 def test_power_is_the_share_that_is_found() -> None:
@@ -75,9 +95,17 @@ def test_power_is_the_share_that_is_found() -> None:
     assert found == pytest.approx(power(n, effect, sd), abs=3 * math.sqrt(0.8 * 0.2 / 1000))
 
 
-@pytest.mark.parametrize("n", [2, 4, 12, 50])
+@pytest.mark.parametrize(("n", "effect", "alpha"), [(3, 4.0, 0.05), (9, 3.0, 0.05), (20, 1.0, 0.001), (12, 0.0, 0.05)])
+def test_power_is_scipys(n: int, effect: float, alpha: float) -> None:
+    critical, shift = stats.t.ppf(1 - alpha / 2, n - 1), effect / 2.0 * math.sqrt(n)
+    theirs = stats.nct.sf(critical, n - 1, shift) + stats.nct.cdf(-critical, n - 1, shift)
+    assert power(n, effect, 2.0, alpha) == pytest.approx(theirs, abs=1e-5)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 12, 50])
 def test_detectable_inverts_power(n: int) -> None:
-    for alpha in (0.05, 1e-4):
+    """At the level of a first look too: two degrees of freedom and one in a million."""
+    for alpha in (0.05, 1e-4, 1e-6):
         assert power(n, detectable(n, 2.0, alpha, 0.9), 2.0, alpha) == pytest.approx(0.9, abs=1e-6)
 
 

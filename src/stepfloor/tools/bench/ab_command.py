@@ -58,7 +58,8 @@ def run_ab(
         signal.signal(signal.SIGTERM, before)
     outcome = conclude(report)
     if html is not None:
-        write_page([r.result for r in report.runs if r.result is not None], html, outcome.comparisons)
+        shown = [r for r in report.runs if r.result is not None]
+        write_page([r.result for r in shown if r.result], html, outcome.comparisons, [r.arm for r in shown])
     if as_json:
         print(json.dumps(finite(asdict(outcome)), allow_nan=False))
         return
@@ -82,7 +83,8 @@ def compare_stored(
         ours, theirs, [_metric(text) for text in metrics], variable=variable, names=_names(base, arm), alpha=alpha
     )
     if html is not None:
-        write_page([*ours, *theirs], html, stored.comparisons)
+        before, after = _names(base, arm)
+        write_page([*ours, *theirs], html, stored.comparisons, [before] * len(ours) + [after] * len(theirs))
     if as_json:
         print(json.dumps(finite(asdict(stored)), allow_nan=False))
     else:

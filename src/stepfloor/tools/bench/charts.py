@@ -3,11 +3,14 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from stepfloor.tools.bench.plot import SERIES, Axis, Plot, short
 from stepfloor.tools.bench.proportions import wilson
 from stepfloor.tools.bench.result import Device, Item, Request, Result
-from stepfloor.tools.bench.verdict import Comparison
+
+if TYPE_CHECKING:  # it brings scipy, which a page of one measurement does without
+    from stepfloor.tools.bench.verdict import Comparison
 
 # beyond this, lines on one plot cannot be told apart
 MOST_LINES = SERIES
@@ -27,55 +30,70 @@ class Chart:
     legend: tuple[str, ...] = ()
 
 
-def charts(results: Sequence[Result], comparisons: Sequence[Comparison] = ()) -> Iterator[Chart]:
-    """Every chart that these results have data for, in the order of the page."""
+def charts(
+    results: Sequence[Result], comparisons: Sequence["Comparison"] = (), names: Sequence[str] = ()
+) -> Iterator[Chart]:
+    """Every chart that these results have data for, in the order of the page.
+
+    names  one for each result; those of one name, the rounds of an arm, share a line. Without them, labels
+    """
     for i, comparison in enumerate(comparisons):
         if comparison.series.rounds:
             yield _pairs(comparison, i)
-    names = tuple(label(r, results) for r in results)
+    names = names or labels(results)
     if any(r.items for r in results):
         yield _accuracy(results, names)
     if len(results) > 1:
         yield from _over_concurrency(results)
-    few, few_names = results[:MOST_LINES], names[:MOST_LINES]
-    of = f" The first {MOST_LINES} of {len(results)} results." if len(results) > MOST_LINES else ""
+    groups: dict[str, list[Result]] = {}
+    for name, result in zip(names, results, strict=True):
+        groups.setdefault(name, []).append(result)
+    of = f" The first {MOST_LINES} of {len(groups)} results." if len(groups) > MOST_LINES else ""
+    groups = dict(list(groups.items())[:MOST_LINES])
     for id_, title, values in _DISTRIBUTIONS:
-        chart = _distribution(id_, title, [values(r) for r in few], few_names, of)
-        if chart is not None:
-            yield chart
-    timed = [(r, n) for r, n in zip(few, few_names, strict=True) if any(q.sent_s is not None for q in r.requests)]
-    if timed:
-        yield _over_time(
-            "concurrency",
-            "Requests in flight",
-            "requests",
-            [_in_flight(r.requests) for r, _ in timed],
-            [n for _, n in timed],
-            of,
-        )
-        yield _over_time(
-            "throughput",
-            "Output tokens a second",
-            "tokens/s",
-            [_tokens_over_time(r.requests) for r, _ in timed],
-            [n for _, n in timed],
-            of,
-        )
-    for i, (result, name) in enumerate(zip(few, few_names, strict=True)):
-        positions = result.metrics.get("acceptance_per_position")
+        pooled = {name: [v for r in group for v in values(r)] for name, group in groups.items()}
+        if any(pooled.values()):
+            yield _distribution(id_, title, pooled, of)
+    # time runs from the begin of a window, so only one window of a name can be drawn
+    first = {
+        name: group[0].requests
+        for name, group in groups.items()
+        if any(r.sent_s is not None for r in group[0].requests)
+    }
+    once = " The first round of each." if len(groups) < len(results) and not of else of
+    if first:
+        flight = {name: _in_flight(requests) for name, requests in first.items()}
+        yield _over_time("concurrency", "Requests in flight", "requests", flight, once)
+        tokens = {name: _tokens_over_time(requests) for name, requests in first.items()}
+        yield _over_time("throughput", "Output tokens a second", "tokens/s", tokens, once)
+    for i, (name, group) in enumerate(groups.items()):
+        positions = group[0].metrics.get("acceptance_per_position")
         if positions is not None:
             yield _acceptance(positions.stats, name, i)
-        for device in result.telemetry.devices if result.telemetry else ():
+        for device in group[0].telemetry.devices if group[0].telemetry else ():
             yield from _device(device, name, i)
 
 
-def label(result: Result, among: Sequence[Result]) -> str:
-    """A short name of a result: what its load differs in from the others, or the model."""
-    if len(among) == 1:
-        return result.target.model
-    differing = [k for k in result.load if any(other.load.get(k) != result.load[k] for other in among)]
-    plain = [f"{k} {result.load[k]}" for k in differing if isinstance(result.load[k], (int, float, str))]
-    return ", ".join(plain[:3]) or f"{result.target.model} {among.index(result) + 1}"
+def labels(results: Sequence[Result]) -> tuple[str, ...]:
+    """A short name for each result: what its load, or else its target's configuration, differs in; or the model."""
+    if len(results) == 1:
+        return (results[0].target.model or results[0].kind,)
+    for facts in ([r.load for r in results], [r.target.config for r in results]):
+        keys = [
+            k
+            for k in dict.fromkeys(k for f in facts for k in f)
+            if k not in _NOT_NAMES and len({str(f.get(k)) for f in facts}) > 1
+        ]
+        names = tuple(
+            ", ".join(f"{k} {f[k]}" for k in keys[:3] if isinstance(f.get(k), (int, float, str))) for f in facts
+        )
+        if keys and all(names):
+            return names
+    return tuple(f"{r.target.model or r.kind} {i}" for i, r in enumerate(results, 1))
+
+
+# these differ between any two runs
+_NOT_NAMES = ("seed", "bodies_sha256", "dataset_path", "label", "input_len", "num_prompts", "num_warmups", "output_len")
 
 
 def _done(result: Result) -> list[Request]:
@@ -102,11 +120,9 @@ _DISTRIBUTIONS: tuple[tuple[str, str, Callable[[Result], list[float]]], ...] = (
 )
 
 
-def _distribution(id_: str, title: str, groups: Sequence[list[float]], names: Sequence[str], of: str) -> Chart | None:
+def _distribution(id_: str, title: str, groups: Mapping[str, list[float]], of: str) -> Chart:
     """The share of values at or below each value, with the median and the 99th percentile marked."""
-    every = [v for values in groups for v in values]
-    if not every:
-        return None
+    every = [v for values in groups.values() for v in values]
     wide = min(every) > 0 and max(every) / min(every) > 20
     x = Axis.around("ms", every, zero=False, log=wide)
     y = Axis("share of requests" if id_ != "itl" else "share of gaps", 0.0, 1.0, ticks=_SHARES)
@@ -114,7 +130,7 @@ def _distribution(id_: str, title: str, groups: Sequence[list[float]], names: Se
         title, f"cumulative distribution, {len(every)} values from {min(every):.1f} to {max(every):.1f} ms", x, y
     )
     shown = []
-    for i, (values, name) in enumerate(zip(groups, names, strict=True)):
+    for i, (name, values) in enumerate(groups.items()):
         if not values:
             continue
         shown.append(name)
@@ -132,20 +148,18 @@ def _distribution(id_: str, title: str, groups: Sequence[list[float]], names: Se
 _SHARES = tuple((p / 100, f"{p} %") for p in (0, 25, 50, 75, 100))
 
 
-def _over_time(
-    id_: str, title: str, unit: str, lines: Sequence[list[tuple[float, float]]], names: Sequence[str], of: str
-) -> Chart:
-    most = max((v for line in lines for _, v in line), default=0.0)
+def _over_time(id_: str, title: str, unit: str, lines: Mapping[str, list[tuple[float, float]]], of: str) -> Chart:
+    values = [v for line in lines.values() for _, v in line]
     plot = Plot(
         title,
-        f"over time, at most {short(most)} {unit}",
-        Axis.around("seconds", (t for line in lines for t, _ in line)),
-        Axis.around(unit, (v for line in lines for _, v in line), whole=unit == "requests"),
+        f"over time, at most {short(max(values, default=0.0))} {unit}",
+        Axis.around("seconds", (t for line in lines.values() for t, _ in line)),
+        Axis.around(unit, values, whole=unit == "requests"),
     )
-    for i, (line, name) in enumerate(zip(lines, names, strict=True)):
+    for i, (name, line) in enumerate(lines.items()):
         plot.area(line, i)
         plot.line(line, i, name, step=True)
-    return Chart(id_, f"{title} over time.{of}", plot.svg(), tuple(names))
+    return Chart(id_, f"{title} over time.{of}", plot.svg(), tuple(lines))
 
 
 def _in_flight(requests: Sequence[Request]) -> list[tuple[float, float]]:
@@ -277,18 +291,18 @@ def _kinds(items: Sequence[Item]) -> Iterator[tuple[str, int, int]]:
         yield kind, sum(i.correct for i in of_kind), len(of_kind)
 
 
-def _pairs(comparison: Comparison, series: int) -> Chart:
+def _pairs(comparison: "Comparison", series: int) -> Chart:
     """The difference of each round, the mean's interval and the margin that would not matter."""
     s = comparison.series
-    differences = s.differences
+    differences, rounds = s.differences, [number + 1 for number in s.rounds]
     held = [
         *differences,
         *(comparison.interval or ()),
         *((-comparison.margin, comparison.margin) if comparison.margin else ()),
     ]
     x = Axis(
-        "round", min(s.rounds) - 0.6, max(s.rounds) + 0.6,
-        ticks=tuple((float(r), str(r)) for r in s.rounds[:: max(1, len(s.rounds) // 12)]),
+        "round", min(rounds) - 0.6, max(rounds) + 0.6,
+        ticks=tuple((float(r), str(r)) for r in rounds[:: max(1, len(rounds) // 12)]),
     )  # fmt: skip
     y = Axis.around(f"{s.arm_name} less {s.base_name}, {s.unit}", held)
     plot = Plot(f"{s.metric}: difference in each round", comparison.verdict.reason, x, y)
@@ -300,7 +314,7 @@ def _pairs(comparison: Comparison, series: int) -> Chart:
         plot.level(comparison.paired.mean, f"mean {comparison.paired.mean:.4g}", f"mean s{series % SERIES}")
         for end in (low, high):
             plot.level(end, f"interval {low:.4g} to {high:.4g}", f"end s{series % SERIES}")
-    for number, difference in zip(s.rounds, differences, strict=True):
+    for number, difference in zip(rounds, differences, strict=True):
         plot.dot(
             number, difference, series, f"round {number}: {difference:+.4g} {s.unit} ({comparison.show(difference)})"
         )

@@ -8,12 +8,15 @@ marked wherever it appears.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from stepfloor.errors import UserError
-from stepfloor.tools.bench.charts import RATES, Chart, charts, label, place
+from stepfloor.tools.bench.charts import RATES, Chart, charts, labels, place
 from stepfloor.tools.bench.plot import SERIES, short
 from stepfloor.tools.bench.result import Flag, Item, Metric, Result
-from stepfloor.tools.bench.verdict import Comparison
+
+if TYPE_CHECKING:  # it brings scipy, which a page of one measurement does without
+    from stepfloor.tools.bench.verdict import Comparison
 
 _PERCENTILES = ("p50", "p90", "p95", "p99")
 _FIRST = (
@@ -27,36 +30,46 @@ _CELL_METRICS = (
     "ttft_ms",
     "tpot_ms",
     "acceptance_length",
+    "accuracy",
 )
 _WRONG_ITEMS = 200
 _LOADS = 24
 
 
-def write_page(results: Sequence[Result], path: Path, comparisons: Sequence[Comparison] = ()) -> None:
-    """Write the page of one result, of a matrix, or of an A/B run. Raises UserError if it cannot be written."""
+def write_page(
+    results: Sequence[Result], path: Path, comparisons: Sequence["Comparison"] = (), names: Sequence[str] = ()
+) -> None:
+    """Write the page of one result, of a matrix, or of an A/B run; names as charts takes them, the arms of an A/B run.
+
+    Raises UserError if it cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page(results, comparisons), encoding="utf-8")
+        path.write_text(page(results, comparisons, names), encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}; pass a path in a directory that is yours") from None
 
 
-def page(results: Sequence[Result], comparisons: Sequence[Comparison] = ()) -> str:
+def page(results: Sequence[Result], comparisons: Sequence["Comparison"] = (), names: Sequence[str] = ()) -> str:
     """The whole document. Raises ValueError without anything to show."""
     if not results and not comparisons:
         raise ValueError("a page wants at least one result or comparison")
     title = _title(results, comparisons)
-    body = [*_header(title, results)]
+    names = names or labels(results)
+    rows = _numbered(names)
+    body = [*_header(title, results, rows)]
     if comparisons:
         body.append(_verdicts(comparisons))
     if len(results) == 1:
         body.append(_metrics_table(results[0].metrics))
     elif results:
         body += _matrix(results)
-        body.append(_cells_table(results))
-    body.append(f'<section class="charts">{"".join(map(_chart, charts(results, comparisons)))}</section>')
-    body += [wrong for result in results if (wrong := _wrong_items(result.items, label(result, results)))]
-    body += [_load(result, label(result, results)) for result in results[:_LOADS]]
+        body.append(_cells_table(results, rows))
+    body.append(f'<section class="charts">{"".join(map(_chart, charts(results, comparisons, names)))}</section>')
+    body += [wrong for result, name in zip(results, rows, strict=True) if (wrong := _wrong_items(result.items, name))]
+    # the rounds of an arm have one configuration
+    firsts = dict(reversed(list(zip(names, results, strict=True))))
+    body += [_load(firsts[name], name) for name in list(dict.fromkeys(names))[:_LOADS]]
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
@@ -65,15 +78,25 @@ def page(results: Sequence[Result], comparisons: Sequence[Comparison] = ()) -> s
     )
 
 
-def _title(results: Sequence[Result], comparisons: Sequence[Comparison]) -> str:
+def _title(results: Sequence[Result], comparisons: Sequence["Comparison"]) -> str:
     if comparisons:
         s = comparisons[0].series
         return f"{s.arm_name} against {s.base_name}"
-    kind = "matrix" if len(results) > 1 else results[0].kind
-    return f"{kind.capitalize()}: {results[0].target.model}"
+    kinds = {r.kind for r in results}
+    kind = kinds.pop() if len(kinds) == 1 else "results"
+    if len(results) > 1:
+        kind = "matrix" if kind == "matrix cell" else f"{kind}, {len(results)} results"
+    return f"{kind[:1].upper()}{kind[1:]}: {results[0].target.model}"
 
 
-def _header(title: str, results: Sequence[Result]) -> Iterator[str]:
+def _numbered(names: Sequence[str]) -> tuple[str, ...]:
+    """Names that come more than once, the rounds of an arm, with their number."""
+    return tuple(
+        f"{name}, {names[:i].count(name) + 1}" if names.count(name) > 1 else name for i, name in enumerate(names)
+    )
+
+
+def _header(title: str, results: Sequence[Result], rows: Sequence[str]) -> Iterator[str]:
     bad = [r for r in results if not r.valid]
     if not results:
         badge = ""
@@ -94,9 +117,9 @@ def _header(title: str, results: Sequence[Result]) -> Iterator[str]:
         yield f'<p class="facts">{escape(" · ".join(fact for fact in facts if fact))}</p>'
     yield "</header>"
     flags: dict[Flag, list[str]] = {}
-    for result in results:
+    for result, name in zip(results, rows, strict=True):
         for flag in result.flags:
-            flags.setdefault(flag, []).append(label(result, results))
+            flags.setdefault(flag, []).append(name)
     if flags:
         # what makes a result invalid first
         ordered = sorted(flags.items(), key=lambda held: not held[0].invalidates)
@@ -154,15 +177,15 @@ def _figure(metric: Metric | None, column: str) -> str:
     return f"<td>{short(metric.stats[column])}{under}</td>"
 
 
-def _cells_table(results: Sequence[Result]) -> str:
+def _cells_table(results: Sequence[Result], names: Sequence[str]) -> str:
     """A row for each of several results; those that do not count are struck through."""
     shown = {name: r.metrics[name].unit for name in _CELL_METRICS for r in results if name in r.metrics}
     heads = [f'{escape(_words(name, unit))} <span class="unit">{escape(unit)}</span>' for name, unit in shown.items()]
     rows = []
-    for r in results:
+    for r, name in zip(results, names, strict=True):
         mark = "" if r.valid else ' <span class="badge-small">✗ invalid</span>'
-        cells = (_figure(m, m.headline) if (m := r.metrics.get(name)) else "<td></td>" for name in shown)
-        rows.append(_row(escape(label(r, results)) + mark, cells, "" if r.valid else "invalid"))
+        cells = (_figure(m, m.headline) if (m := r.metrics.get(metric)) else "<td></td>" for metric in shown)
+        rows.append(_row(escape(name) + mark, cells, "" if r.valid else "invalid"))
     return f"<section><h2>Every result</h2>{_table(heads, rows)}</section>"
 
 
@@ -192,7 +215,7 @@ def _rate(result: Result) -> float | None:
     return next((result.metrics[name].value for name in RATES if name in result.metrics), None)
 
 
-def _verdicts(comparisons: Sequence[Comparison]) -> str:
+def _verdicts(comparisons: Sequence["Comparison"]) -> str:
     rows = []
     for c in comparisons:
         better = {True: ("good", " (better)"), False: ("bad", " (worse)"), None: ("note", "")}[c.verdict.better]
@@ -207,7 +230,7 @@ def _verdicts(comparisons: Sequence[Comparison]) -> str:
     return f"<section><h2>Verdict</h2>{_table(heads, rows, kind='verdicts')}</section>"
 
 
-def _whose(comparison: Comparison) -> str:
+def _whose(comparison: "Comparison") -> str:
     return f"{comparison.series.metric}, {comparison.series.arm_name}"
 
 

@@ -114,7 +114,7 @@ class Plan:
         # a difference of two runs spreads by the square root of two; arms and metrics share alpha in the worst case
         tests = len(self.metrics) * (len(self.arms) - 1)
         level = self.level(self.looks)(tests, self.alpha)
-        least = detectable(self.most, math.sqrt(2) * self.noise_percent, level, POWER)
+        least = detectable(self.most, math.sqrt(2) * self.noise_percent, level, POWER, lost=2)
         rounds = f"{self.most} rounds" if self.least == self.most else f"{self.least} to {self.most} rounds"
         return (
             f"{rounds} of {' and '.join(self.names)}; with noise of {self.noise_percent:g} % a run, differences of "

@@ -15,13 +15,14 @@ import stepfloor
 from stepfloor.errors import UserError
 from stepfloor.tools.bench.arms import Difference
 from stepfloor.tools.bench.plan import LookLevel, Plan
-from stepfloor.tools.bench.proportions import McNemar, mcnemar
+from stepfloor.tools.bench.proportions import mcnemar
 from stepfloor.tools.bench.result import Result
 from stepfloor.tools.bench.verdict import Comparison, Series, judge
 
 FORMAT = "stepfloor.bench.ab/1"
 INTERRUPTED = "the bench was interrupted"
 LOOPED = "repetition_loop"
+MOST_LOOPS = 0.5  # of all answers; with more, the comparison is one of loops, whoever makes them
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,8 +283,8 @@ def _doubt(report: Report) -> str | None:
 def _headline(c: Comparison, refused: Sequence[Gate], null: bool) -> str:
     name = f"{c.series.metric} of {c.series.arm_name} against {c.series.base_name}"
     sentence = f"{name}: {c.verdict.word}, {c.verdict.reason}"
-    if null and c.verdict.word == "effect":
-        return f"{sentence}; an arm differs from itself, so this bench or machine is biased and shows nothing else"
+    if null and c.verdict.word == "effect" and c.level:
+        return f"{sentence}; an arm differs from itself: by chance once in {1 / c.level:.0f}, or this bench is biased"
     if c.verdict.word != "effect":
         return sentence
     if not c.verdict.better:
@@ -294,7 +295,7 @@ def _headline(c: Comparison, refused: Sequence[Gate], null: bool) -> str:
 
 
 def text_gates(report: Report) -> tuple[Gate, ...]:
-    """Whether an arm's answers loop where the base arm's do not: a repetition loop is the fastest text there is."""
+    """Whether an arm's answers loop more often than the base arm's, or mostly: loops are the fastest text."""
     base, *others = report.plan.names
     gates = []
     for arm in others:
@@ -304,14 +305,11 @@ def text_gates(report: Report) -> tuple[Gate, ...]:
             gates.append(Gate("text", arm, False, "no answers to look at"))
             continue
         found = mcnemar([not theirs[key] for key in common], [not ours[key] for key in common])
-        worse = found.base_only > found.arm_only and found.p <= report.plan.alpha
-        counts = f"{_wrong(found, arm=True)} of {found.n} answers of {arm} loop, {_wrong(found)} of {base}"
-        gates.append(Gate("text", arm, not worse, f"{counts} (exact McNemar p = {found.p:.2g})"))
+        loops, base_loops = found.n - found.arm_correct, found.n - found.base_correct
+        failed = loops > MOST_LOOPS * found.n or (loops > base_loops and found.p <= report.plan.alpha)
+        counts = f"{loops} of {found.n} answers of {arm} loop, {base_loops} of {base}"
+        gates.append(Gate("text", arm, not failed, f"{counts} (exact McNemar p = {found.p:.2g})"))
     return tuple(gates)
-
-
-def _wrong(found: McNemar, arm: bool = False) -> int:
-    return found.n - (found.arm_correct if arm else found.base_correct)
 
 
 def _loops(report: Report, arm: str) -> dict[tuple[int, int], bool]:

@@ -49,6 +49,7 @@ NOTE_CODES = {
     "sampling_unknown": "the server's own sampling values were used and are not known",
     "server_metrics_missing": "the server has no metrics page that could be read",
     "short": "too few requests for a percentile that is given",
+    "plan_unknown": "the imported file does not say whether requests were planned ahead: latencies count from sending",
     "records_disagree": "the imported file's figures are not those that its own requests give",
     "unmapped": "the imported file holds values that have no place here",
 }

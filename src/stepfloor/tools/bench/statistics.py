@@ -11,6 +11,7 @@ D. Schuirmann (1987), two one-sided tests; S. Holm (1979), step-down correction.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -56,30 +57,55 @@ class PairedT:
         return float(special.stdtr(self.df, -nearer / self.se))
 
 
-def paired_t(differences: Sequence[float]) -> PairedT:
-    """The paired t test. Raises ValueError for fewer than two differences, which have no spread."""
-    n = len(differences)
-    if n < 2:
-        raise ValueError(f"paired_t wants at least two differences; got {n}")
-    values = np.asarray(differences, dtype=float)
-    mean, sd = float(values.mean()), float(values.std(ddof=1))
+def paired_t(differences: Sequence[float], distances: Sequence[float] = ()) -> PairedT:
+    """The paired t test, of what is left of the differences once a drift of the machine is taken out of them.
+
+    distances  runs between the two of each pair, negative where the order was turned: a machine that drifts adds its
+               slope times this to the difference, which is no noise and costs one degree of freedom to remove; without
+               distances this is the ordinary test
+    Raises ValueError for fewer than two differences, which have no spread, or three with distances.
+    """
+    n, lost = len(differences), 2 if _vary(distances) else 1
+    if n <= lost:
+        raise ValueError(f"paired_t wants at least {lost + 1} differences; got {n}")
+    values = np.asarray(without_drift(differences, distances), dtype=float)
+    mean = float(values.mean())
+    sd = math.sqrt(float(((values - mean) ** 2).sum()) / (n - lost))
     # what is left of equal values after rounding is no spread
-    if sd <= 1e-12 * float(np.abs(values).max()):
+    if sd <= 1e-12 * float(np.abs(differences).max()):
         sd = 0.0
     se = sd / math.sqrt(n)
+    if lost == 2:  # zero on average in whole squares of orders; elsewhere the slope's error is the mean's as well
+        d = np.asarray(distances, dtype=float)
+        se *= math.sqrt(1 + n * float(d.mean()) ** 2 / float(((d - d.mean()) ** 2).sum()))
     t = mean / se if se else math.copysign(math.inf, mean) if mean else 0.0
-    p = 2 * float(special.stdtr(n - 1, -abs(t))) if math.isfinite(t) else 0.0
-    return PairedT(n, mean, sd, se, t, n - 1, p, int((values > 0).sum()))
+    p = 2 * float(special.stdtr(n - lost, -abs(t))) if math.isfinite(t) else 0.0
+    return PairedT(n, mean, sd, se, t, n - lost, p, sum(one > 0 for one in differences))
 
 
-def bootstrap_t(differences: Sequence[float], level: float = 0.95, seed: int = 0) -> tuple[float, float] | None:
-    """The studentised bootstrap interval of the mean, or None for fewer than BOOTSTRAP_PAIRS differences."""
+def without_drift(differences: Sequence[float], distances: Sequence[float]) -> tuple[float, ...]:
+    """Differences less the part that grows with the distance of their runs, by least squares."""
+    if not _vary(distances):
+        return tuple(differences)
+    d, values = np.asarray(distances, dtype=float), np.asarray(differences, dtype=float)
+    slope = float((d - d.mean()) @ values) / float(((d - d.mean()) ** 2).sum())
+    return tuple(values - slope * d)
+
+
+def _vary(distances: Sequence[float]) -> bool:
+    return len(set(distances)) > 1
+
+
+def bootstrap_t(
+    differences: Sequence[float], level: float = 0.95, seed: int = 0, resamples: int = BOOTSTRAP_RESAMPLES
+) -> tuple[float, float] | None:
+    """The studentised bootstrap interval of the mean; None below BOOTSTRAP_PAIRS differences, or without resamples."""
     n = len(differences)
-    if n < BOOTSTRAP_PAIRS:
+    if n < BOOTSTRAP_PAIRS or not resamples:
         return None
     values = np.asarray(differences, dtype=float)
     mean, se = values.mean(), values.std(ddof=1) / math.sqrt(n)
-    drawn = values[np.random.default_rng(seed).integers(0, n, (BOOTSTRAP_RESAMPLES, n))]  # [resamples, n]
+    drawn = values[np.random.default_rng(seed).integers(0, n, (resamples, n))]  # [resamples, n]
     spread = drawn.std(axis=1, ddof=1) / math.sqrt(n)
     # one value drawn n times has no t of its own: once in n**(n - 1) resamples
     usable = spread > 0
@@ -90,28 +116,41 @@ def bootstrap_t(differences: Sequence[float], level: float = 0.95, seed: int = 0
     return float(mean - above * se), float(mean - below * se)
 
 
-def power(n: int, effect: float, sd: float, alpha: float = 0.05) -> float:
-    """How often n pairs, whose differences spread by sd, show an effect of this size at level alpha."""
+def power(n: int, effect: float, sd: float, alpha: float = 0.05, lost: int = 1) -> float:
+    """How often n pairs, whose differences spread by sd, show an effect of this size at level alpha.
+
+    lost  degrees of freedom that the test gives up: 2 where drift is taken out
+    """
     if not sd:
         return 1.0 if effect else alpha
-    df, shift = n - 1, abs(effect) / sd * math.sqrt(n)
-    critical = float(special.stdtrit(df, 1 - alpha / 2))
-    beyond = 1 - float(special.nctdtr(df, shift, critical)), float(special.nctdtr(df, shift, -critical))
-    return sum(p for p in beyond if math.isfinite(p))
+    shift, critical = abs(effect) / sd * math.sqrt(n), float(special.stdtrit(n - lost, 1 - alpha / 2))
+    spread, weights = _spreads(n - lost)
+    return float((special.ndtr(shift - critical * spread) + special.ndtr(-shift - critical * spread)) @ weights)
 
 
-def detectable(n: int, sd: float, alpha: float = 0.05, wanted: float = 0.8) -> float:
-    """The least effect that n pairs show with the power that is wanted; infinite for fewer than two pairs."""
-    if n < 2:
+@cache
+def _spreads(df: int) -> tuple[np.ndarray, np.ndarray]:
+    """Sample over true standard deviation at df degrees of freedom, and the weight of each in a mean.
+
+    The noncentral t distribution, integrated over the spread: scipy's own has no value in the far tails of few degrees
+    of freedom, where the first looks are.
+    """
+    nodes, weights = np.polynomial.legendre.leggauss(200)
+    return np.sqrt(special.gammaincinv(df / 2, (nodes + 1) / 2) * 2 / df), weights / 2
+
+
+def detectable(n: int, sd: float, alpha: float = 0.05, wanted: float = 0.8, lost: int = 1) -> float:
+    """The least effect that n pairs show with the power that is wanted; infinite where no degree of freedom is left."""
+    if n <= lost:
         return math.inf
     if not sd:
         return 0.0
     low, high = 0.0, sd
-    while power(n, high, sd, alpha) < wanted:
+    while power(n, high, sd, alpha, lost) < wanted:
         low, high = high, 2 * high
     for _ in range(50):
         middle = (low + high) / 2
-        low, high = (middle, high) if power(n, middle, sd, alpha) < wanted else (low, middle)
+        low, high = (middle, high) if power(n, middle, sd, alpha, lost) < wanted else (low, middle)
     return high
 
 

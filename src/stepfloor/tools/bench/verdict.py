@@ -12,6 +12,7 @@ from typing import Literal
 
 from stepfloor.errors import UserError
 from stepfloor.tools.bench.statistics import (
+    BOOTSTRAP_RESAMPLES,
     PairedT,
     Slope,
     autocorrelation,
@@ -21,6 +22,7 @@ from stepfloor.tools.bench.statistics import (
     first_run,
     holm,
     paired_t,
+    without_drift,
 )
 
 Word = Literal["effect", "no effect", "unresolved"]
@@ -91,6 +93,11 @@ class Series:
         """Arm less base."""
         return tuple(b - a for a, b in zip(self.base, self.arm, strict=True))
 
+    @property
+    def distances(self) -> tuple[float, ...]:
+        """Runs from the base arm's to the arm's, of each pair; empty where the order is not known."""
+        return tuple(float(b - a) for a, b in zip(self.base_at, self.arm_at, strict=True))
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -160,14 +167,16 @@ def judge(
     floor_percent: float = 0.0,
     doubt: str | None = None,
     seed: int = 0,
+    resamples: int = BOOTSTRAP_RESAMPLES,
 ) -> tuple[Comparison, ...]:
     """A verdict for each series.
 
     level          gives the level of one test from how many hypotheses still stand and the error rate of them all
     floor_percent  noise floor, from a comparison of an arm with itself: what is smaller is not called an effect
     doubt          why nothing can be concluded at all, if that is so: every word becomes "unresolved"
+    resamples      of the bootstrap, which no verdict depends on; 0 leaves it out
     """
-    tests = [paired_t(one.differences) if len(one.rounds) >= LEAST_PAIRS else None for one in series]
+    tests = [paired_t(one.differences, one.distances) if len(one.rounds) >= LEAST_PAIRS else None for one in series]
     margins = [_margin(asked[one.metric], one) for one in series]
     differs = holm([t.p if t else 1.0 for t in tests], lambda standing: level(standing, alpha))
     # one-sided tests: half of a two-sided level of twice the error rate
@@ -176,7 +185,7 @@ def judge(
         lambda standing: level(standing, 2 * alpha) / 2,
     )
     return tuple(
-        _compare(one, asked[one.metric], test, margin, effect, same, floor_percent, doubt, seed)
+        _compare(one, asked[one.metric], test, margin, effect, same, floor_percent, doubt, seed, resamples)
         for one, test, margin, effect, same in zip(series, tests, margins, differs, equal, strict=True)
     )
 
@@ -197,6 +206,7 @@ def _compare(
     floor_percent: float,
     doubt: str | None,
     seed: int,
+    resamples: int,
 ) -> Comparison:
     n = len(series.rounds)
     base, arm = (sum(values) / n if n else math.nan for values in (series.base, series.arm))
@@ -204,6 +214,7 @@ def _compare(
         reason = doubt or f"{n} of the {LEAST_PAIRS} pairs that are the least with a spread to judge by; measure more"
         return Comparison(series, asked.higher_is_better, Verdict("unresolved", reason), base, arm)
     (different, level), (equivalent, equivalence_level) = effect, same
+    values = without_drift(series.differences, series.distances)
     comparison = Comparison(
         series=series,
         higher_is_better=asked.higher_is_better,
@@ -213,12 +224,12 @@ def _compare(
         paired=test,
         level=level,
         interval=test.interval(1 - level),
-        bootstrap=bootstrap_t(series.differences, 1 - level, seed),
+        bootstrap=bootstrap_t(values, 1 - level, seed, resamples),
         margin=margin,
         equivalence_p=None if margin is None else test.equivalence_p(margin),
         equivalence_level=None if margin is None else equivalence_level,
-        detectable=detectable(test.n, test.sd, level, POWER),
-        autocorrelation=autocorrelation(series.differences),
+        detectable=detectable(test.n, test.sd, level, POWER, test.n - test.df),
+        autocorrelation=autocorrelation(values),
         drift=_drift(series),
     )
     verdict = _verdict(comparison, different, equivalent, floor_percent, doubt)
@@ -259,8 +270,8 @@ def _notes(c: Comparison) -> list[str]:
             f"at most {c.autocorrelation[1]:.2f}): there is less evidence than {len(c.series.rounds)} pairs suggest"
         )
     if c.drift is not None and c.drift.beyond_chance:
-        notes.append(f"the machine drifts by {c.show(c.drift.per_run)} a run; the order of the arms cancels it")
-    first = first_run(c.series.differences)
+        notes.append(f"the machine drifts by {c.show(c.drift.per_run)} a run, which is taken out of the differences")
+    first = first_run(without_drift(c.series.differences, c.series.distances))
     if first is not None and first[1] < FIRST_RUN_P:
         notes.append(f"the first pair stands apart, by {c.show(first[0])} (p = {first[1]:.2g}); look at the warm-up")
     return notes

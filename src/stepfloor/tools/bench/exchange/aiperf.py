@@ -64,6 +64,7 @@ _DERIVED = (
     "usage_total_tokens", "input_sequence_length", "output_sequence_length", "input_token_throughput",
     "decode_duration", "telemetry_data",
 )  # fmt: skip
+_PLAN_UNKNOWN = Flag("plan_unknown", f"{SUMMARY} tells it, and is not here: latencies count from sending")
 _THEIR_UNITS = {"ms": "ms", "tokens/s": "tokens/sec", "requests/s": "requests/sec"}
 _COUNTS = (
     ("request_count", "completed", "requests"),
@@ -99,7 +100,9 @@ def read(raw: Mapping[str, Any], path: Path, records: Iterable[Mapping[str, Any]
             metrics[name] = metric
     made, failed = _average(raw, "request_count"), _average(raw, "error_request_count")
     taken.drop(*_ABOUT, *_DERIVED)
-    flags = [*failed_flags(int(failed or 0), int(made or 0)), *taken.unmapped()]
+    flags = [*failed_flags(failed, made), *taken.unmapped()]
+    if not phases:
+        flags.insert(0, _PLAN_UNKNOWN)
     if raw.get("was_cancelled") or raw.get("is_complete") is False:
         flags.insert(0, Flag("partial", "the file says that the run was not completed"))
     endpoint = config.get("endpoint") or {}
@@ -128,7 +131,7 @@ def read(raw: Mapping[str, Any], path: Path, records: Iterable[Mapping[str, Any]
     )
 
 
-def read_table(path: Path) -> dict[str, Any]:
+def read_table(text: str) -> dict[str, Any]:
     """The CSV as the summary it was made from: blocks of statistics by the tool's own names."""
     tags = {heading: tag for tag, (*_, heading) in METRICS.items()}
     tags |= {"Request Count": "request_count", "Error Request Count": "error_request_count"}
@@ -136,15 +139,13 @@ def read_table(path: Path) -> dict[str, Any]:
     tags |= {"Total Usage Completion Tokens": "total_usage_completion_tokens"}
     raw: dict[str, Any] = {}
     header: list[str] = []
-    with path.open(encoding="utf-8", newline="") as lines:
-        for row in csv.reader(lines):
-            if not row or row[0] in ("", "Metric", "Endpoint"):
-                header = row
-                continue
+    for row in csv.reader(text.splitlines()):
+        if not row or row[0] in ("", "Metric", "Endpoint"):
+            header = row
+        elif header[:1] == ["Metric"]:
             heading = re.sub(r" \([^()]*\)$", "", row[0])
             names = ["avg"] if header[1:] == ["Value"] else header[1:]
-            stats = {name: float(x) for name, x in zip(names, row[1:], strict=False) if x and header[0] == "Metric"}
-            raw[tags.get(heading, heading)] = stats
+            raw[tags.get(heading, heading)] = {n: float(x) for n, x in zip(names, row[1:], strict=False) if x}
     return raw
 
 
@@ -157,7 +158,7 @@ def read_records_alone(path: Path) -> Result:
         target=Target(url="", model=""),
         load={"tool": TOOL},
         metrics={},
-        flags=failed_flags(failed, len(requests) - failed),
+        flags=(_PLAN_UNKNOWN, *failed_flags(failed, len(requests) - failed)),
         requests=requests,
         window_s=max((r.last_s for r in requests if r.last_s is not None), default=None),
         origin={"tool": TOOL, "file": path.name},
@@ -304,6 +305,6 @@ def load_records(path: Path) -> list[dict[str, Any]]:
         records = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise UserError(f"cannot read {path} as JSON lines ({error}); pass AIPerf's own file") from None
-    if not all(isinstance(r, dict) and isinstance(r.get("metadata"), dict) for r in records):
-        raise UserError(f"{path} is no record export of AIPerf: its lines have no metadata; pass {RECORDS}")
+    if not all(isinstance(r, dict) and "request_start_ns" in (r.get("metadata") or {}) for r in records):
+        raise UserError(f"{path} is no record export of AIPerf: its lines tell no request_start_ns; pass {RECORDS}")
     return records

@@ -30,15 +30,23 @@ def import_file(path: Path) -> tuple[Result, ...]:
     Raises UserError for what is no result file of vllm bench serve, AIPerf or llm-inference-bench.
     """
     path = path / aiperf.SUMMARY if path.is_dir() else path
+    try:
+        return tuple(_worked_out(result) for result in _results(path))
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise UserError(f"{path} is not as its tool writes it ({what}); pass the file that the tool wrote") from error
+
+
+def _results(path: Path) -> list[Result]:
     if path.suffix == ".csv":
-        results = [aiperf.read(aiperf.read_table(path), path)]
+        results = [aiperf.read(aiperf.read_table(_text(path)), path)]
     elif path.name == aiperf.RECORDS:
         results = [aiperf.read_records_alone(path)]
     else:
         results = [result for raw in _objects(path) for result in _read(raw, path)]
     if not results:
         raise UserError(f"{path} holds no result; pass a file of {', '.join(TOOLS)}")
-    return tuple(_worked_out(result) for result in results)
+    return results
 
 
 def export_results(results: Sequence[Result], tool: str, path: Path) -> tuple[Path, ...]:
@@ -128,10 +136,7 @@ def _read(raw: Any, path: Path) -> tuple[Result, ...]:
 
 def _objects(path: Path) -> list[Any]:
     """The JSON value of a file, or one a line."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path} ({error}); pass a result file") from None
+    text = _text(path)
     try:
         return [json.loads(text)]
     except json.JSONDecodeError:
@@ -140,6 +145,13 @@ def _objects(path: Path) -> list[Any]:
         return [json.loads(line) for line in text.split("\n") if line.strip()]
     except json.JSONDecodeError as error:
         raise UserError(f"{path} is not JSON ({error}); pass a result file of {', '.join(TOOLS)}") from None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path} ({error}); pass a result file") from None
 
 
 def _put(path: Path, text: str) -> Path:

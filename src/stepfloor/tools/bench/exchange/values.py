@@ -59,12 +59,12 @@ class Taken:
         return (Flag("unmapped", f"{self._where}{', '.join(left[:_NAMED_AT_MOST])}{more}"),)
 
 
-def failed_flags(failed: int, completed: int) -> tuple[Flag, ...]:
-    """What a foreign count of failed requests says about a result."""
-    if completed + failed == 0:
-        return (Flag("no_requests", "the file says that no request was made"),)
+def failed_flags(failed: float | None, completed: float | None) -> tuple[Flag, ...]:
+    """What a foreign count of failed requests says about a result; None where the file does not count them."""
     if failed:
-        return (Flag("errors", f"{failed} of {completed + failed} requests failed"),)
+        return (Flag("errors", f"{failed:g} of {failed + (completed or 0):g} requests failed"),)
+    if completed == 0:
+        return (Flag("no_requests", "the file says that no request was answered"),)
     return ()
 
 

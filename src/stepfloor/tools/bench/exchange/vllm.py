@@ -86,12 +86,12 @@ def read(raw: Mapping[str, Any], path: Path) -> Result:
         target=Target(url="", model=str(raw["model_id"])),
         load={"tool": TOOL, **load},
         metrics=metrics,
-        flags=(*failed_flags(counted.get("failed", 0), counted.get("completed", 0)), *taken.unmapped()),
+        flags=(*failed_flags(counted.get("failed"), counted.get("completed")), *taken.unmapped()),
         requests=requests,
         server={"source": TOOL, **counters} if counters else None,
         window_s=window_s,
         origin={"tool": TOOL, "file": path.name, **counted},
-        created=datetime.strptime(str(raw["date"]), "%Y%m%d-%H%M%S").isoformat(),
+        created=_our_date(str(raw.get("date", ""))),
     )
 
 
@@ -210,6 +210,13 @@ def _their_arrays(result: Result) -> dict[str, Any]:
         "itls": [[b - a for a, b in pairwise(r.chunk_s or ())] for r in requests],
         "errors": [r.error or "" for r in requests],
     }
+
+
+def _our_date(date: str) -> str:
+    try:
+        return datetime.strptime(date, "%Y%m%d-%H%M%S").isoformat()
+    except ValueError:
+        return date
 
 
 def _their_date(created: str) -> str:
