@@ -5,6 +5,7 @@ the point and left out elsewhere, and times are looked at where the bench itself
 arithmetic on times that are given is in test_metrics.py.
 """
 
+import csv
 import json
 import signal
 import subprocess
@@ -22,7 +23,7 @@ import pytest
 from stepfloor.errors import UserError
 from stepfloor.tools.bench import serve
 from stepfloor.tools.bench.load import Load
-from stepfloor.tools.bench.result import Result
+from stepfloor.tools.bench.result import Result, read_results
 from stepfloor.tools.bench.serve import run
 from tests.tools.bench.stub_server import Script, StubServer, stub
 
@@ -34,7 +35,11 @@ ROOT = Path(__file__).parents[3]
 
 
 def codes(result: Result) -> set[str]:
-    return {flag.code for flag in result.flags} - ALWAYS - BY_TIME
+    return codes_of(result) - ALWAYS - BY_TIME
+
+
+def codes_of(result: Result) -> set[str]:
+    return {flag.code for flag in result.flags}
 
 
 def text(result: Result, code: str) -> str:
@@ -285,6 +290,40 @@ def test_an_interruption_keeps_what_was_measured(tmp_path: Path) -> None:
     result = Result.read(path)
     assert next(flag.code for flag in result.flags if flag.invalidates) == "partial"
     assert 1 <= len(result.requests) < 500
+
+
+def test_a_server_that_dies_is_an_error_and_no_traceback() -> None:
+    """Guards against: a lost server that takes the measured part with it."""
+
+    def script(number: int, body: Mapping[str, Any]) -> Script:
+        return replace(QUICK, drop_at=1) if number >= 4 else QUICK
+
+    with stub(script) as server:
+        result = run(server.url, LOAD)
+    assert "errors" in codes_of(result)
+    assert sum(r.error is None for r in result.requests) == 2
+    with pytest.raises(UserError, match="no answer from"):
+        run(server.url, LOAD)
+
+
+def test_the_command_writes_what_it_shows(tmp_path: Path) -> None:
+    """Guards against: a table, a page and a file that disagree; exit code 0 for a matrix with an invalid cell."""
+    path, table, page = tmp_path / "m.jsonl", tmp_path / "m.csv", tmp_path / "m.html"
+    with stub(QUICK, drafts=3) as server:
+        command = start_command(
+            *("matrix", server.url, "--concurrency", "1,2", "--context", "40,128k", "--measure", "whole"),
+            *("--output-len", "12", "--output", str(path), "--csv", str(table), "--html", str(page)),
+        )
+        out, errors = command.communicate(timeout=120)
+    assert command.returncode == 1, errors
+    assert "INVALID 1 at 131072: does_not_fit" in out
+    results = read_results(path)
+    assert [r.valid or "client_overloaded" in codes_of(r) for r in results] == [True, True, False, False]
+    with table.open() as rows:
+        found = [row for row in csv.DictReader(rows) if row["metric"] == "output_throughput"]
+    assert [float(row["value"]) for row in found] == [r.metrics["output_throughput"].value for r in results[:2]]
+    assert f"{results[0].metrics['output_throughput'].value:.4g}" in out
+    assert "131072" in page.read_text()
 
 
 def test_the_command_starts_without_torch() -> None:
