@@ -111,11 +111,12 @@ def test_a_prompt_that_was_measured_before_is_seen() -> None:
     with stub(replace(QUICK, cached_tokens=16)) as server:
         result = run(server.url, LOAD)
         shared = run(server.url, replace(LOAD, prefix_share=0.8, seed=1))
+        template = run(server.url, replace(LOAD, route="chat"))
     assert codes(result) == {"cached_prompts"}
     assert not result.valid
     assert "128 of 160 prompt tokens" in text(result, "cached_prompts")
     assert result.metrics["cache_hit_rate"].value == pytest.approx(0.8)
-    assert codes(shared) == {"caches_seen"}
+    assert codes(shared) == codes(template) == {"caches_seen"}
 
 
 @pytest.mark.parametrize("kind", ["reasoning", "tool", "text"])

@@ -17,6 +17,8 @@ TTFT_CHANCE_MS = 20.0
 # of all answers; fewer are noted
 LOOPS = 0.05
 CACHED_SLACK = 0.02
+# the beginning of a chat template is the same in all prompts
+TEMPLATE_TOKENS = 64
 OTHERS_SLACK = 0.02
 OTHERS_TOKENS = 8
 # lateness of this process's timers: in ms, and as a share of the gap between chunks
@@ -88,7 +90,8 @@ def _check_prompts(good: Sequence[Request], load: Load) -> list[Flag]:
     cached, inputs = sum(r.cached_tokens or 0 for r in good), sum(r.prompt_tokens or 0 for r in good)
     if cached:
         text = f"{cached} of {inputs} prompt tokens came from the server's cache"
-        if cached > (load.prefix_share + CACHED_SLACK) * inputs:
+        template = TEMPLATE_TOKENS * len(good) if load.route == "chat" else 0
+        if cached > (load.prefix_share + CACHED_SLACK) * inputs + template:
             text += f", and {load.prefix_share:.0%} are shared: these prompts were sent before; pass another --seed"
             flags.append(Flag("cached_prompts", text))
         else:
