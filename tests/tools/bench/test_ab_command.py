@@ -131,3 +131,15 @@ def _command_line(pid: str) -> bytes:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return b""
+
+
+def test_without_scipy_there_is_one_sentence() -> None:
+    """It is an extra: who installed stepfloor to serve has not got it."""
+    code = (
+        "import sys; sys.modules['scipy'] = None; sys.argv = ['stepfloor', 'bench', 'compare', 'a', 'b'];"
+        "from stepfloor.cli import main; main()"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("stepfloor: comparing measurements needs scipy")
+    assert len(ended.stderr.splitlines()) == 1
