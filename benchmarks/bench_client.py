@@ -1,7 +1,8 @@
 """Does the bench's own client distort what it measures? 5,000 streamed events a second on one core.
 
-    python -m benchmarks.bench_client                       # ours
-    python -m benchmarks.bench_client --clients ours,httpx,aiohttp,httptools     # beside others, where installed
+    python -m benchmarks.bench_client
+    python -m benchmarks.bench_client --clients ours,httpx,aiohttp,httptools     # where they are installed
+    chrt -f 1 python -m benchmarks.bench_client             # on a machine with other work: it uses half a core
 
 The stub server (tests/tools/bench/stub_server.py) runs in a process of its own on another core and notes when it writes
 each event. 64 streams of 400 events, one each 12.8 ms: once all in step, as an engine delivers, and once spread. A

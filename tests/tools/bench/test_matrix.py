@@ -65,9 +65,10 @@ def test_a_matrix_goes_on_where_it_stopped(tmp_path: Path) -> None:
             assert invalid(result) == set()
             users = result.load["concurrency"]
             if "client_overloaded" not in codes(result):
-                # 3 tokens each 10 ms and user, however long the prompts took; one chunk more or less at either end
+                # 3 tokens each 10 ms and user, however long the prompts took. At either end of the window a user's
+                # chunk may fall on either side, and be up to 10 ms, one gap, late in a process that was in time
                 chunk = 3 * users / (result.window_s or 1)
-                assert result.metrics["output_throughput"].value == pytest.approx(300 * users, abs=2 * chunk)
+                assert result.metrics["output_throughput"].value == pytest.approx(300 * users, abs=4 * chunk)
             assert result.metrics["acceptance_length"].value == pytest.approx(3)
             assert [r.prompt_tokens for r in result.requests] == [max(32, result.load["context"])] * users
         prompts = [str(served.body["prompt"]) for served in server.served]

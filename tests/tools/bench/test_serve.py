@@ -5,6 +5,7 @@ the point and left out elsewhere, and times are looked at where the bench itself
 arithmetic on times that are given is in test_metrics.py.
 """
 
+import csv
 import json
 import signal
 import subprocess
@@ -22,7 +23,7 @@ import pytest
 from stepfloor.errors import UserError
 from stepfloor.tools.bench import serve
 from stepfloor.tools.bench.load import Load
-from stepfloor.tools.bench.result import Result
+from stepfloor.tools.bench.result import Result, read_results
 from stepfloor.tools.bench.serve import run
 from tests.tools.bench.stub_server import Script, StubServer, stub
 
@@ -34,7 +35,11 @@ ROOT = Path(__file__).parents[3]
 
 
 def codes(result: Result) -> set[str]:
-    return {flag.code for flag in result.flags} - ALWAYS - BY_TIME
+    return codes_of(result) - ALWAYS - BY_TIME
+
+
+def codes_of(result: Result) -> set[str]:
+    return {flag.code for flag in result.flags}
 
 
 def text(result: Result, code: str) -> str:
@@ -106,11 +111,12 @@ def test_a_prompt_that_was_measured_before_is_seen() -> None:
     with stub(replace(QUICK, cached_tokens=16)) as server:
         result = run(server.url, LOAD)
         shared = run(server.url, replace(LOAD, prefix_share=0.8, seed=1))
+        template = run(server.url, replace(LOAD, route="chat"))
     assert codes(result) == {"cached_prompts"}
     assert not result.valid
     assert "128 of 160 prompt tokens" in text(result, "cached_prompts")
     assert result.metrics["cache_hit_rate"].value == pytest.approx(0.8)
-    assert codes(shared) == {"caches_seen"}
+    assert codes(shared) == codes(template) == {"caches_seen"}
 
 
 @pytest.mark.parametrize("kind", ["reasoning", "tool", "text"])
@@ -154,7 +160,7 @@ def test_a_server_that_lets_requests_wait_is_underfilled(monkeypatch: pytest.Mon
     monkeypatch.setattr(serve, "LOOK_EVERY_S", 0.1)
     with stub(Script(first_ms=10, gap_ms=10), slots=2) as server:
         result = run(server.url, replace(LOAD, concurrency=4, num_prompts=12, num_warmups=0, output_len="20"))
-    assert "the server ran 2.00 of 4" in text(result, "underfilled")
+    assert "the server ran at most 2 of 4" in text(result, "underfilled")
 
 
 def test_a_run_that_mostly_drains_is_underfilled() -> None:
@@ -285,6 +291,40 @@ def test_an_interruption_keeps_what_was_measured(tmp_path: Path) -> None:
     result = Result.read(path)
     assert next(flag.code for flag in result.flags if flag.invalidates) == "partial"
     assert 1 <= len(result.requests) < 500
+
+
+def test_a_server_that_dies_is_an_error_and_no_traceback() -> None:
+    """Guards against: a lost server that takes the measured part with it."""
+
+    def script(number: int, body: Mapping[str, Any]) -> Script:
+        return replace(QUICK, drop_at=1) if number >= 4 else QUICK
+
+    with stub(script) as server:
+        result = run(server.url, LOAD)
+    assert "errors" in codes_of(result)
+    assert sum(r.error is None for r in result.requests) == 2
+    with pytest.raises(UserError, match="no answer from"):
+        run(server.url, LOAD)
+
+
+def test_the_command_writes_what_it_shows(tmp_path: Path) -> None:
+    """Guards against: a table, a page and a file that disagree; exit code 0 for a matrix with an invalid cell."""
+    path, table, page = tmp_path / "m.jsonl", tmp_path / "m.csv", tmp_path / "m.html"
+    with stub(QUICK, drafts=3) as server:
+        command = start_command(
+            *("matrix", server.url, "--concurrency", "1,2", "--context", "40,128k", "--measure", "whole"),
+            *("--output-len", "12", "--output", str(path), "--csv", str(table), "--html", str(page)),
+        )
+        out, errors = command.communicate(timeout=120)
+    assert command.returncode == 1, errors
+    assert "INVALID 1 at 131072: does_not_fit" in out
+    results = read_results(path)
+    assert [codes(r) for r in results] == [set(), set(), {"does_not_fit"}, {"does_not_fit"}]
+    with table.open() as rows:
+        found = [row for row in csv.DictReader(rows) if row["metric"] == "output_throughput"]
+    assert [float(row["value"]) for row in found] == [r.metrics["output_throughput"].value for r in results[:2]]
+    assert f"{results[0].metrics['output_throughput'].value:.4g}" in out
+    assert "131072" in page.read_text()
 
 
 def test_the_command_starts_without_torch() -> None:

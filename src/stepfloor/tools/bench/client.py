@@ -1,17 +1,14 @@
 """HTTP as a bench needs it: one request at a time on a connection, and the time of every piece that arrives.
 
-Many streams deliver at the same instant, after each step of the engine. So `data_received` only notes the time and
-puts the piece in a queue; the pieces are parsed a few at a time between two looks at the sockets. Parsing where they
-arrive would add its own time to the arrival of every later one (benchmarks/bench-client.md).
-
-Times are those of time.perf_counter. h11 is what uvicorn parses HTTP with, so it is there already.
+The time is taken in the protocol's `data_received`, as near to the socket as Python gets; streams and tasks above it
+would add their own waiting. At 5,000 events a second that costs a fifth of a core (benchmarks/bench-client.md). Times
+are those of time.perf_counter. h11 is what uvicorn parses HTTP with, so it is there already.
 """
 
 import asyncio
 import json
 import ssl
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,7 +18,6 @@ from typing_extensions import override
 
 from stepfloor.errors import UserError
 
-PIECES_A_TURN = 4
 HEARTBEAT_S = 0.005
 
 Sink = Callable[[float, bytes], None]
@@ -42,33 +38,10 @@ class Exchange:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
-class _Pump:
-    """The queue between the sockets and the parser."""
+class Connection(asyncio.Protocol):
+    """One connection, and the exchange that is on it."""
 
     def __init__(self) -> None:
-        self.pieces: deque[tuple[Connection, float, bytes | None]] = deque()
-        self._scheduled = False
-
-    def put(self, connection: "Connection", at: float, data: bytes | None) -> None:
-        self.pieces.append((connection, at, data))
-        if not self._scheduled:
-            self._scheduled = True
-            asyncio.get_running_loop().call_soon(self._turn)
-
-    def _turn(self) -> None:
-        for _ in range(min(PIECES_A_TURN, len(self.pieces))):
-            connection, at, data = self.pieces.popleft()
-            connection.parse(at, data)
-        self._scheduled = bool(self.pieces)
-        if self._scheduled:
-            asyncio.get_running_loop().call_soon(self._turn)
-
-
-class Connection(asyncio.Protocol):
-    """One connection. None among the pieces is its end."""
-
-    def __init__(self, pump: _Pump) -> None:
-        self.pump = pump
         self.http = h11.Connection(h11.CLIENT)
         self.exchange: Exchange | None = None
         self.closed = False
@@ -83,12 +56,12 @@ class Connection(asyncio.Protocol):
 
     @override
     def data_received(self, data: bytes) -> None:
-        self.pump.put(self, time.perf_counter(), data)
+        self._parse(time.perf_counter(), data)
 
     @override
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
-        self.pump.put(self, time.perf_counter(), None)
+        self._parse(time.perf_counter(), None)
 
     def send(self, exchange: Exchange, request: h11.Request, body: bytes) -> None:
         """Put a request on the wire; its time is taken just before."""
@@ -108,8 +81,8 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    def parse(self, at: float, data: bytes | None) -> None:
-        """Take one piece, or the end of the connection, out of the queue."""
+    def _parse(self, at: float, data: bytes | None) -> None:
+        """Take a piece, or None for the end of the connection."""
         exchange = self.exchange
         if exchange is None or exchange.done.done():
             return
@@ -159,7 +132,6 @@ class Client:
         self.timeout_s = timeout_s
         self._headers = [("host", split.netloc), ("accept", "*/*"), *(headers or {}).items()]
         self._tls = ssl.create_default_context() if split.scheme == "https" else None
-        self._pump = _Pump()
         self._idle: list[Connection] = []
 
     async def open(self, count: int) -> None:
@@ -231,9 +203,7 @@ class Client:
 
     async def _connect(self) -> Connection:
         loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(
-            lambda: Connection(self._pump), self.host, self.port, ssl=self._tls
-        )
+        _, connection = await loop.create_connection(Connection, self.host, self.port, ssl=self._tls)
         return connection
 
 

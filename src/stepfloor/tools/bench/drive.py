@@ -8,6 +8,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from stepfloor.tools.bench.answer import Answer
@@ -134,7 +135,8 @@ class Driver:
             await _cut(tasks)
 
     async def _get_ready(self, connections: int) -> None:
-        await self.client.open(connections)
+        with suppress(OSError):  # each request will say it for itself
+            await self.client.open(connections)
         self.begin = time.perf_counter()
 
     async def _visit(self, job: Job, planned: float | None) -> None:

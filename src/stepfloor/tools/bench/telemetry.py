@@ -14,6 +14,7 @@ from datetime import datetime
 from stepfloor.tools.bench.result import Device, Telemetry
 
 EVERY_MS = 1000
+STOP_S = 10
 COLUMNS = {
     "sm_clock_mhz": "clocks.sm",
     "memory_clock_mhz": "clocks.mem",
@@ -61,7 +62,11 @@ class Recorder:
         if self._process is None:
             return Telemetry(None, self.unavailable)
         self._process.terminate()
-        self._process.wait(10)
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
         self._out.seek(0)
         lines = self._out.read().splitlines()
         self._out.close()
