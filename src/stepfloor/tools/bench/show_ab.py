@@ -79,7 +79,8 @@ def _runs(report: Report) -> Table:
 def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False)
     for column in columns:
-        table.add_column(column, overflow="fold")
+        # names and words are looked for as they are; long reasons may break
+        table.add_column(column, overflow="fold", no_wrap=column not in ("", "interval"))
     return table
 
 
