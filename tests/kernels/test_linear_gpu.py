@@ -33,6 +33,7 @@ from stepfloor.kernels.linear import (
     shared_bytes,
     spread_clusters,
     stream_product,
+    with_clusters,
 )
 from tests.kernels.streamed import odd_weight, product_bound
 
@@ -201,16 +202,18 @@ def test_many_rows_are_one_reading_of_the_weights() -> None:
             plan = plan_stream(n, k, 132, format_name=name)
             for rows in (17, 33, 64, 80):
                 big = choose_variant(plan, rows)
-                assert (big.stage_steps > 0 and big.together == 0) == (n > 10_000)
-                for variant in (big, choose_variant(plan, rows, warpgroups=False)):
+                assert big.form == (1 if n > 10_000 else 3)
+                fewer = with_clusters(plan, big, 15) if big.form == 3 else big
+                assert fewer.form == big.form
+                for variant in (big, fewer, choose_variant(plan, rows, warpgroups=False)):
                     assert variant.max_rows >= rows
                     assert shared_bytes(plan, variant) <= SHARED_LIMIT
-                    assert variant.together == 0 or spread_clusters(plan, variant) * WARPS <= 132
+                    assert not variant.across_blocks or spread_clusters(plan, variant) * WARPS <= 132
 
 
 @pytest.mark.skipif(NO_NVRTC is not None, reason=NO_NVRTC or "")
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
-@pytest.mark.parametrize(("n", "k"), [(16480, 2560), (336, 10240), (10240, 320), (5301, 4096)])
+@pytest.mark.parametrize(("n", "k"), [(16480, 2560), (336, 10240), (10240, 320), (5301, 4096), (2560, 6144)])
 def test_compiles(n: int, k: int, arch: str, tmp_path: Path) -> None:
     plan = plan_stream(n, k, 132)
     variants = {choose_variant(plan, rows, arch == "sm_90a") for rows in (8, 16, 80)}

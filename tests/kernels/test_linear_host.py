@@ -111,16 +111,21 @@ SHARE_CASES = [
         in_format(name, SPREAD, "share", [TALL, Variant(2, True, 2, 1, clusters=2, warpgroups=2)], "bf16 nvfp4")
         for name in ("bf16", "fp8_channel", "mxfp8", "nvfp4")
     ),
-    # slots are used again
-    in_format("mxfp8", PIECES, "few slots", [TALL, Variant(2, True, 1, 3, warpgroups=1)], "mxfp8"),
-    in_format("bf16", PIECES, "two slots", [TALL, Variant(2, True, 1, 2, warpgroups=1)]),
-    # the last cluster has fewer passes, the last slice padded columns; other sizes of the operand
+    # slots are used again; the last of three clusters has no pass at all
+    in_format("mxfp8", PIECES, "few slots", [TALL, Variant(2, True, 1, 3, clusters=3, warpgroups=1)], "mxfp8"),
+    # stages of a batch
+    in_format("bf16", PIECES, "batch", [TALL, Variant(2, True, 1, 4, warpgroups=1)]),
+    # the last cluster has fewer passes, the last slice padded columns
     in_format(
         "bf16",
         replace(SPREAD, k=496),
         "uneven shares",
-        [TALL, *(Variant(tiles, True, 1, 2, clusters=4, warpgroups=1) for tiles in (2, 3, 5))],
+        [TALL, *(Variant(tiles, True, 1, 2, clusters=4, warpgroups=1) for tiles in (2, 3))],
         "bf16",
+    ),
+    # x takes two rounds of reads
+    in_format(
+        "bf16", StreamPlan(9, 1792, 1, 8, 1, 5, 5, 7, 7, 1), "wide x", [TALL, Variant(5, True, 1, 3, warpgroups=1)]
     ),
 ]
 

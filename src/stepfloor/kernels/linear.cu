@@ -339,7 +339,7 @@ struct Row {
   int pass, inside, live;
 };
 
-// A stage of this warpgroup's 64 weight rows times all rows of x, whose operands of the stage begin at x.
+// Starts a stage of this warpgroup's 64 weight rows times all rows of x, whose operands of the stage begin at x.
 DEVICE void multiply_stage(float (&even)[X_ROWS / 2], float (&odd)[X_ROWS / 2], u32 weights, const Row& r0, const Row& r1, u32 x, int t) {
 #pragma unroll
   for (int unit = 0; unit < STAGE_UNITS; unit++) {
@@ -355,7 +355,6 @@ DEVICE void multiply_stage(float (&even)[X_ROWS / 2], float (&odd)[X_ROWS / 2], 
       group_commit();
     }
   }
-  group_wait();
 }
 #endif
 
@@ -478,6 +477,7 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + PRODUCERS) * 32, 1) li
     const u32 rows = stages + slot * STAGE_BYTES;
     barrier_wait(full + 8 * slot, turn / STAGES % 2);
     multiply_stage(even, odd, rows + X_BYTES, Row{pass_0, inside_0, live_0}, Row{pass_1, inside_1, live_1}, rows, t);
+    group_wait();
     __syncwarp();
     if (lane == 0) barrier_arrive(empty + 8 * slot);
     if (turn % PARTS != PARTS - 1) continue;
@@ -692,6 +692,9 @@ constexpr int SUMS_PITCH = WARPGROUPS * 64 + 4;  // 4 modulo 32 floats: no bank 
 constexpr int SUMS_BYTES = X_ROWS * SUMS_PITCH * 4;
 constexpr int X_BYTES = STEPS * X_STEP > SUMS_BYTES ? STEPS * X_STEP : SUMS_BYTES;
 constexpr int QUADS = (SHARE * PASS_ROWS + 3) / 4;  // fours of weight rows
+// Stages that a warpgroup starts before it waits: their decoded weights stay in registers, and no slot is free sooner.
+constexpr int MOST_BATCH = STAGES == PARTS ? (TILES <= 4 ? 4 : 2) / STAGE_STEPS : 1;
+constexpr int STAGE_BATCH = MOST_BATCH >= 4 && PARTS % 4 == 0 ? 4 : MOST_BATCH >= 2 && PARTS % 2 == 0 ? 2 : 1;
 static_assert(SHARE * PASS_ROWS <= WARPGROUPS * 64 && STAGES <= PARTS, "plan");
 
 // Lane i copies the stage of passes i, i + 32, ..
@@ -766,13 +769,16 @@ extern "C" __global__ void __launch_bounds__(SHARE_THREADS, 1) linear_kernel(con
 #pragma unroll
     for (int i = 0; i < X_ROWS / 2; i++) even[i] = odd[i] = 0.f;
 #pragma unroll 1
-    for (int stage = 0; stage < PARTS; stage++) {
-      const int slot = stage % STAGES;
-      barrier_wait(full + 8 * slot, stage / STAGES % 2);
-      multiply_stage(even, odd, ring + slot * STAGE_BYTES, top, bottom, x + stage * STAGE_STEPS * X_STEP, t);
-      if (STAGES == PARTS) continue;
+    for (int batch = 0; batch < PARTS; batch += STAGE_BATCH) {
+#pragma unroll
+      for (int stage = batch; stage < batch + STAGE_BATCH; stage++) {
+        const int slot = stage % STAGES;
+        barrier_wait(full + 8 * slot, stage / STAGES % 2);
+        multiply_stage(even, odd, ring + slot * STAGE_BYTES, top, bottom, x + stage * STAGE_STEPS * X_STEP, t);
+      }
+      group_wait();
       __syncwarp();
-      if (lane == 0) barrier_arrive(empty + 8 * slot);
+      if (STAGES < PARTS && lane == 0) barrier_arrive(empty + 8 * (batch % STAGES));
     }
     named_barrier_sync(1, CONSUMERS * 32);  // nobody reads x any more
     float* mine = sums + 2 * t * SUMS_PITCH + warp * 16 + g;
@@ -783,15 +789,20 @@ extern "C" __global__ void __launch_bounds__(SHARE_THREADS, 1) linear_kernel(con
   cluster_sync();
   for (int e = rank * SHARE_THREADS + threadIdx.x; e < a.rows * QUADS; e += SLICES * SHARE_THREADS) {
     const int m = e / QUADS, quad = e % QUADS * 4;
+    int rows[4];  // of the matrix, N for dead ones
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+      const int number = first + (quad + c) / PASS_ROWS, inside = (quad + c) % PASS_ROWS, pass = number / BLOCKS;
+      const bool live = number < end && inside < (pass == PASSES - 1 ? LAST_ROWS : PASS_ROWS);
+      rows[c] = live ? min(number % BLOCKS * ROWS + pass * PASS_ROWS + inside, N) : N;
+    }
+    // a read that nobody waits for could come after its block has left
+    if (min(min(rows[0], rows[1]), min(rows[2], rows[3])) == N) continue;
     float value[4];
     add_peers(value, sums + m * SUMS_PITCH + quad);
 #pragma unroll
-    for (int c = 0; c < 4; c++) {
-      const int number = first + (quad + c) / PASS_ROWS, inside = (quad + c) % PASS_ROWS;
-      const int pass = number / BLOCKS, row = number % BLOCKS * ROWS + pass * PASS_ROWS + inside;
-      if (number >= end || inside >= (pass == PASSES - 1 ? LAST_ROWS : PASS_ROWS) || row >= N) continue;
-      a.out[m * a.out_stride + row] = to_bf16(ROW_SCALES ? value[c] * load_global_float(a.scales + row) : value[c]);
-    }
+    for (int c = 0; c < 4; c++)
+      if (rows[c] < N) a.out[m * a.out_stride + rows[c]] = to_bf16(ROW_SCALES ? value[c] * load_global_float(a.scales + rows[c]) : value[c]);
   }
   cluster_leave();  // a block that ends takes its shared memory with it
 }
