@@ -227,8 +227,9 @@ def test_compiles(n: int, k: int, arch: str, tmp_path: Path) -> None:
 @pytest.mark.skipif(NO_NVRTC is not None, reason=NO_NVRTC or "")
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
 @pytest.mark.parametrize("name", ["fp8_channel", "fp8_block", "mxfp8", "nvfp4"])
-def test_formats_compile(name: str, arch: str, tmp_path: Path) -> None:
-    plan = plan_stream(16480, 2560, 132, format_name=name)
+@pytest.mark.parametrize(("n", "k"), [(16480, 2560), (1793, 2560)])
+def test_formats_compile(n: int, k: int, name: str, arch: str, tmp_path: Path) -> None:
+    plan = plan_stream(n, k, 132, format_name=name)
     for rows in (8, 64):
         macros = kernel_macros(plan, choose_variant(plan, rows, arch == "sm_90a"))
         assert compile_cuda("linear.cu", macros, arch, tmp_path).startswith(b"\x7fELF")

@@ -685,9 +685,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) linear_kernel(cons
 constexpr int CONSUMERS = WARPGROUPS * 4;
 constexpr int SHARE_THREADS = (CONSUMERS + 1) * 32;
 constexpr int STAGE_BYTES = SHARE * SLOT_BYTES;
-constexpr int X_READS = X_ROWS / 8 * STEPS;  // of a warp, 8 rows and 32 columns each
-constexpr int X_LANE = (X_READS + CONSUMERS - 1) / CONSUMERS;
-constexpr int X_BATCH = X_LANE <= 16 ? X_LANE : 10;
+constexpr int X_STRIDE = CONSUMERS / 2;  // two warps read a step of x: half of the rows, 8 at a time, every X_STRIDE-th step
+constexpr int X_STEPS = (STEPS + X_STRIDE - 1) / X_STRIDE;
+constexpr int X_BATCH = X_STEPS * TILES <= 20 ? X_STEPS : 20 / TILES;  // 80 registers
 constexpr int SUMS_PITCH = WARPGROUPS * 64 + 4;  // 4 modulo 32 floats: no bank conflict where lanes write rows 2t of x
 constexpr int SUMS_BYTES = X_ROWS * SUMS_PITCH * 4;
 constexpr int X_BYTES = STEPS * X_STEP > SUMS_BYTES ? STEPS * X_STEP : SUMS_BYTES;
@@ -718,20 +718,16 @@ extern "C" __global__ void __launch_bounds__(SHARE_THREADS, 1) linear_kernel(con
   const u32 x = shared_address(shared), ring = x + X_BYTES, full = ring + STAGES * STAGE_BYTES, empty = full + 8 * STAGES;
   float* sums = (float*)shared;
   const u64 policy = evict_first_policy();
-  if (warp == CONSUMERS) {
-    if (lane == 0) {
-      for (int i = 0; i < STAGES; i++) {
-        barrier_init(full + 8 * i, 1);
-        barrier_init(empty + 8 * i, CONSUMERS);
-      }
-      barrier_init_done();
-    }
-    __syncwarp();
-    for (int i = 0; i < STAGES; i++)  // weights first: they do not depend on the kernel before
-      request_weights(a, ring + i * STAGE_BYTES, full + 8 * i, first, end, rank, i, lane, policy);
+  if (threadIdx.x < STAGES) {
+    barrier_init(full + 8 * threadIdx.x, 1);
+    barrier_init(empty + 8 * threadIdx.x, CONSUMERS);
+    barrier_init_done();
   }
-  launch_dependents();
   __syncthreads();
+  // weights first: they do not depend on the kernel before. By all warps: the lanes of one issue their copies in turn.
+  for (int i = warp; i < STAGES; i += CONSUMERS + 1)
+    request_weights(a, ring + i * STAGE_BYTES, full + 8 * i, first, end, rank, i, lane, policy);
+  launch_dependents();
   wait_for_predecessor();
   if (warp == CONSUMERS) {
 #pragma unroll 1
@@ -741,20 +737,24 @@ extern "C" __global__ void __launch_bounds__(SHARE_THREADS, 1) linear_kernel(con
       request_weights(a, ring + slot * STAGE_BYTES, full + 8 * slot, first, end, rank, stage, lane, policy);
     }
   } else {
+    // Rows past the last one repeat it: they spoil sums that nobody stores. So do steps, and the same is stored twice.
+    const int half = warp % 2 * TILES * 8;
+    const u16* rows[TILES];
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++) rows[tile] = a.x + min(half + tile * 8 + g, a.rows - 1) * a.x_stride;
 #pragma unroll 1
-    for (int done = 0; done < X_LANE; done += X_BATCH) {
-      Words words[X_BATCH];  // all reads before the first store
+    for (int done = warp / 2; done < STEPS; done += X_BATCH * X_STRIDE) {
+      Words words[X_BATCH][TILES];  // all reads before the first store
 #pragma unroll
-      for (int i = 0; i < X_BATCH; i++) {
-        const int read = min(warp + CONSUMERS * (done + i), X_READS - 1), row = read / STEPS * 8 + g;
-        // rows past the last one repeat it: they spoil sums that nobody stores
-        words[i] = load_row(a.x + min(row, a.rows - 1) * a.x_stride, (rank * STEPS + read % STEPS) * 32 + t * 8);
-      }
+      for (int i = 0; i < X_BATCH; i++)
 #pragma unroll
-      for (int i = 0; i < X_BATCH; i++) {
-        const int read = warp + CONSUMERS * (done + i);
-        if (read < X_READS) store_operands(x + read % STEPS * X_STEP, read / STEPS * 8 + g, t, words[i]);
-      }
+        for (int tile = 0; tile < TILES; tile++)
+          words[i][tile] = load_row(rows[tile], (rank * STEPS + min(done + i * X_STRIDE, STEPS - 1)) * 32 + t * 8);
+#pragma unroll
+      for (int i = 0; i < X_BATCH; i++)
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++)
+          store_operands(x + min(done + i * X_STRIDE, STEPS - 1) * X_STEP, half + tile * 8 + g, t, words[i][tile]);
     }
     operands_stored();
     named_barrier_sync(1, CONSUMERS * 32);

@@ -295,7 +295,8 @@ def share_variant(
     """The share kernel for this many tiles of x rows, or None where the plan does not suit it.
 
     stage_steps, stages  None for copies of up to 2560 bytes, and as many stages as fit
-    13 warps have 128 registers a thread, 17 would have 96: sums of four tiles, and what a stage decodes, take more.
+    13 warps have 128 registers a thread, 17 would have 96: sums of four tiles, and what a stage decodes, take more. With
+    sums of five, four decoded steps are too many.
     """
     if plan.split > 1 or plan.slices < WARPS or plan.format == "fp8_block" or tiles < 2:
         return None
