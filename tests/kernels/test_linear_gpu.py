@@ -211,6 +211,18 @@ def test_many_rows_are_one_reading_of_the_weights() -> None:
                     assert not variant.across_blocks or spread_clusters(plan, variant) * WARPS <= 132
 
 
+def test_fewer_clusters_keep_their_kernel_or_spread() -> None:
+    """A device that runs few clusters at once must not get more rows than warpgroups hold, nor too much memory."""
+    plan = plan_stream(2560, 6144, 132)
+    chosen = choose_variant(plan, 64)
+    assert (chosen.warpgroups, with_clusters(plan, chosen, 15).warpgroups) == (3, 3)
+    for clusters in range(1, 16):
+        variant = with_clusters(plan, chosen, clusters)
+        assert variant.form == (3 if -(-128 // clusters) * 20 <= 192 else 2)
+        assert spread_clusters(plan, variant) == clusters
+        assert shared_bytes(plan, variant) <= SHARED_LIMIT
+
+
 @pytest.mark.skipif(NO_NVRTC is not None, reason=NO_NVRTC or "")
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
 @pytest.mark.parametrize(("n", "k"), [(16480, 2560), (336, 10240), (10240, 320), (5301, 4096), (2560, 6144)])

@@ -295,16 +295,15 @@ def share_variant(
     """The share kernel for this many tiles of x rows, or None where the plan does not suit it.
 
     stage_steps, stages  None for copies of up to 2560 bytes, and as many stages as fit
-    13 warps have 128 registers a thread, 17 would have 96: sums of four tiles, and what a stage decodes, take more. With
-    sums of five, four decoded steps are too many.
+    13 warps have 128 registers a thread; 17 would have 96, less than sums of four tiles and a decoded stage take.
+    Beside sums of five tiles there is room for two decoded steps.
     """
     if plan.split > 1 or plan.slices < WARPS or plan.format == "fp8_block" or tiles < 2:
         return None
     slot_bytes = plan.unit_bytes(plan.pass_rows) // plan.coding.unit  # of a step
     if stage_steps is None:
-        stage_steps = largest_divisor(
-            plan.chunk_steps, max(1, min(4 if tiles <= 4 else 2, 2560 // slot_bytes)), plan.coding.unit
-        )
+        most = min(4 if tiles <= 4 else 2, 2560 // slot_bytes)
+        stage_steps = largest_divisor(plan.chunk_steps, most, plan.coding.unit)
     variant = Variant(tiles, True, stage_steps, clusters=clusters)
     warpgroups = -(-share_passes(plan, variant) * plan.pass_rows // 64)
     if warpgroups > 3:
