@@ -308,6 +308,7 @@ def other_variants(plan: StreamPlan, rows: int, chosen: Variant, quick: bool) ->
     if share is not None:
         found["share"] = share
         found["share, short stages"] = share_variant(plan, tiles, stage_steps=plan.coding.unit) or share
+        found["share, whole pieces"] = share_variant(plan, tiles, stage_steps=plan.chunk_steps) or share
         if share.stages > 3:
             found["share, 3 stages"] = replace(share, stages=3)
     if rows > 16:
@@ -365,8 +366,8 @@ def checked_plans(family: str, quick: bool, device: torch.device) -> list[tuple[
     if family.endswith("share"):
         # as many clusters as the plan asks for, and fewer: passes of a cluster, and where they end, depend on it
         shared = {
-            p: [share_variant(p, tiles, clusters) for tiles in (2, 3, 4, 5) for clusters in (0, 13)]
-            + [share_variant(p, 4, stage_steps=p.coding.unit, stages=3)]
+            p: [share_variant(p, tiles, clusters) for tiles in (2, 3, 4, 5) for clusters in (0, 13, 15)]
+            + [v for v in other_variants(p, 64, tall, quick).values() if v.form == 3]
             for p in (defaults if quick else every)
         }
         return [
