@@ -549,11 +549,16 @@ class Layers:
 
 
 def chosen_experts(rows: int, distinct: int, experts: int, layer: int) -> Tensor:
-    """ids [rows, TOPK] in which so many different experts appear."""
+    """ids [rows, TOPK] in which about so many different experts appear, some of them for many rows.
+
+    Rows draw from a pool of the size for which so many are expected: how often an expert has more pairs than an entry
+    of the list holds is what decides between plans.
+    """
     make = torch.Generator().manual_seed(layer)
-    pool = torch.randperm(experts, generator=make)[:distinct]
-    ids = torch.stack([pool[(row * TOPK + torch.arange(TOPK)) % distinct] for row in range(rows)])
-    return torch.stack([row[torch.randperm(TOPK, generator=make)] for row in ids])
+    sizes = range(TOPK, experts)
+    size = next((n for n in sizes if n * (1 - (1 - TOPK / n) ** rows) >= distinct), experts)
+    pool = torch.randperm(experts, generator=make)[:size]
+    return torch.stack([pool[torch.randperm(size, generator=make)[:TOPK]] for _ in range(rows)])
 
 
 def time_case(
@@ -618,13 +623,14 @@ def time_case(
         run()
         return capture(run)
 
+    found = sum(i.unique().numel() for i in ids) / len(ids)
     floors = {
-        "gate_up": distinct * GATE_UP_BYTES,
-        "down": distinct * DOWN_BYTES + 2 * D * WIDTH,
+        "gate_up": found * GATE_UP_BYTES,
+        "down": found * DOWN_BYTES + 2 * D * WIDTH,
     }
     table: list[dict[str, object]] = []
 
-    def add(part: str, times: dict[str, float], read: int) -> None:
+    def add(part: str, times: dict[str, float], read: float) -> None:
         floor = read / options.bandwidth * 1e6
         for name, us in times.items():
             row: dict[str, object] = {"rows": rows, "experts": distinct, "part": part, "kernel": name}
