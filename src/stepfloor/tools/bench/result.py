@@ -33,7 +33,6 @@ INVALID_CODES = {
     "cached_prompts": "prompts that should be new were in the server's cache",
     "repeated_prompts": "a prompt was measured more than once",
     "client_overloaded": "this client was too slow, so the times are its own",
-    "unstarted": "the target did not answer",
 }
 # These are worth knowing, and do not spoil the numbers.
 NOTE_CODES = {
@@ -45,7 +44,6 @@ NOTE_CODES = {
     "inexact_prompts": "prompt lengths could not be made exact here",
     "clock_throttle": "the GPU's clocks were held down",
     "late_arrivals": "requests were sent later than planned",
-    "forced_acceptance": "drafts were accepted by force: speed only, no quality",
     "sampling_unknown": "the server's own sampling values were used and are not known",
     "server_metrics_missing": "the server has no metrics page that could be read",
     "short": "too few requests for a percentile that is given",
