@@ -1,5 +1,7 @@
 """A server's ends: told to stop, its engine killed or standing still, its port taken."""
 
+import asyncio
+import json
 import signal
 import socket
 import subprocess
@@ -11,6 +13,8 @@ from typing import Any
 import httpx2
 import pytest
 
+from stepfloor.tools.bench.client import Client
+from stepfloor.tools.bench.target import find_target
 from tests.server.live import ROOT, serving
 
 BODY = {"prompt": "def main", "temperature": 0, "ignore_eos": True}
@@ -18,9 +22,15 @@ FLAGS = ("--max-num-seqs", "2", "--max-model-len", "512")
 
 
 def test_it_drains_on_sigterm(tmp_path: Path) -> None:
-    """Who runs and who waits gets the whole answer; the process then ends by itself, with status 0."""
+    """Who runs and who waits gets the whole answer; the process then ends by itself, with status 0.
+
+    Before that, a client that compares servers learns how this one was started, and no path of its machine.
+    """
     answers: list[Any] = []
     with serving(tmp_path / "log", *FLAGS) as live:
+        told = asyncio.run(find_target(Client(live.url), None)).target.config
+        assert (told["engine"]["max_num_seqs"], told["engine"]["spec_tokens"], told["checkpoint"]) == (2, 3, "shipped")
+        assert str(ROOT) not in json.dumps(told)
         alone = httpx2.post(f"{live.url}/v1/completions", json={**BODY, "max_tokens": 16}, timeout=120).json()
 
         def ask() -> None:

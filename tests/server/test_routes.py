@@ -27,6 +27,7 @@ def test_plain_routes(server: Scripted) -> None:
     assert server.get("/v1/models/other").status_code == 404
     assert server.get("/health").status_code == server.get("/ping").status_code == 200
     assert server.get("/version").json()["version"]
+    assert server.get("/server_info").json() == {"version": server.get("/version").json()["version"]}
     assert server.get("/load").json() == {"server_load": 0}
     tokens = server.post("/tokenize", prompt="def main").json()
     assert tokens["count"] == len(tokens["tokens"])

@@ -6,8 +6,8 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ class AppOptions:
 
     stall_s      silence of an engine with requests after which /health answers 503
     profile_dir  where /stop_profile writes; None: profiling is off
+    settings     what /server_info tells: all that decides what is computed, resolved, and nothing that is measured
     """
 
     api_keys: tuple[str, ...] = ()
@@ -53,6 +54,7 @@ class AppOptions:
     stall_s: float = 60.0
     profile_dir: Path | None = None
     log_requests: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 def build_app(service: Service, options: AppOptions) -> FastAPI:
@@ -101,6 +103,11 @@ def _add_plain_routes(app: FastAPI) -> None:
     async def show_version() -> dict[str, str]:
         """Of this package."""
         return {"version": version("stepfloor")}
+
+    @app.get("/server_info")
+    async def server_info() -> dict[str, Any]:
+        """The resolved configuration: servers that tell the same can be compared."""
+        return {"version": version("stepfloor"), **options.settings}
 
     @app.get("/load")
     async def load() -> dict[str, int]:

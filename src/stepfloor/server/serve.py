@@ -7,7 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -133,7 +133,7 @@ async def _serve(options: ServeOptions, tokenizer: Tokenizer, listening: socket.
             log.info("%s", line)
         listen = options.listen
         config = uvicorn.Config(
-            build_app(service, options.app),
+            build_app(service, replace(options.app, settings=settings_of(options, report))),
             ssl_keyfile=listen.ssl_keyfile,
             ssl_certfile=listen.ssl_certfile,
             log_level=listen.log_level,
@@ -211,6 +211,22 @@ async def _watch_progress(service: Service, stall_s: float) -> None:
         elif standing and not stands:
             log.warning("the engine goes on, step %d", client.stats.get("steps", 0))
         standing = stands
+
+
+def settings_of(options: ServeOptions, report: Mapping[str, Any]) -> dict[str, Any]:
+    """What /server_info tells. Paths stay with the server; of the checkpoint's, its name."""
+    engine = asdict(options.spec.config)
+    return {
+        "model": options.service.names[0],
+        "checkpoint": options.spec.directory.name,
+        "formats": dict(options.formats),
+        "engine": {name: value for name, value in engine.items() if not isinstance(value, Path)},
+        "hf_overrides": options.spec.hf_overrides,
+        "sampling": dict(options.service.sampling),
+        "chat_template_kwargs": dict(options.service.template_kwargs),
+        "device": report["device"],
+        "operators": dict(report["backends"]),
+    }
 
 
 def report_lines(options: ServeOptions, report: Mapping[str, Any]) -> list[str]:

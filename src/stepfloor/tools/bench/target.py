@@ -53,6 +53,10 @@ async def find_target(client: Client, model: str | None, config: Mapping[str, An
         if isinstance(info, dict):
             own = dict(info)
             version = info.get("version", version)
+    elif server == "stepfloor":
+        info = await client.fetch_json("GET", "/server_info")
+        if isinstance(info, dict):
+            own = {key: value for key, value in info.items() if key != "version"}
     elif server == "llamacpp":
         props = await client.fetch_json("GET", "/props")
         if isinstance(props, dict):
