@@ -409,10 +409,10 @@ def main() -> int:
     if "start" in options.parts:
         record["start"] = start_part(options)
     line = json.dumps(record, separators=(",", ":"))
-    if options.json is not None:
-        options.json.write_text(line + "\n")
     if options.json is None:
         print(line)
+    else:
+        options.json.write_text(line + "\n")
     return 0
 
 
