@@ -30,7 +30,7 @@ import torch
 import stepfloor
 from stepfloor.cache.tensors import positions_needed
 from stepfloor.config import EngineConfig, ModelConfig
-from stepfloor.engine import EXPERT_WORKSPACE_BYTES, Engine, check_device
+from stepfloor.engine import EXPERT_WORKSPACE_BYTES, Engine, open_device
 from stepfloor.errors import UserError
 from stepfloor.model.load import _Loader, load_model
 from stepfloor.model.model import Model
@@ -94,7 +94,7 @@ def main() -> int:
     options = parse()
     faulthandler.dump_traceback_later(options.limit_s, exit=True)
     begin = time.perf_counter()
-    check_device(options.device)
+    open_device(options.device)
 
     def say(text: str) -> None:
         print(f"[{time.perf_counter() - begin:6.1f} s] {text}", file=sys.stderr, flush=True)

@@ -223,8 +223,10 @@ def _steps(device: str, mix: str | None, kv: str) -> int:
     if mix is None:
         engine = Engine(open_checkpoint(SHIPPED), config)
     else:
-        # vocabulary and rank as the kernels of a large model want them
-        small = replace(ModelConfig.read(SHIPPED / "config.json"), vocab_size=512, hc_lowrank=64, hidden_size=256)
+        # sizes as the kernels of a large model want them
+        small = replace(
+            ModelConfig.read(SHIPPED / "config.json"), vocab_size=512, hc_lowrank=64, moe_intermediate_size=128
+        )
         checkpoint = random_checkpoint(small, MIXES[mix])
         source = RandomTensors(small, torch.device(device))
         engine = Engine(checkpoint, config, model=load_model(checkpoint, 280, device, decode_rows=8, source=source))

@@ -500,7 +500,7 @@ def bench_step(
 ) -> None:
     """Time decode steps offline, beside the bytes they must read."""
     from stepfloor.config import ModelConfig
-    from stepfloor.engine import check_device
+    from stepfloor.engine import open_device
     from stepfloor.tools.bench.linears import run_and_report_linears
     from stepfloor.tools.bench.step import MIXES, Plan, random_checkpoint, run_and_report
 
@@ -512,7 +512,7 @@ def bench_step(
     else:
         checkpoint = _open(model)
     if linears:
-        check_device(device)
+        open_device(device)
         run_and_report_linears(checkpoint.config, device, commit, output)
         return
     plan = Plan(

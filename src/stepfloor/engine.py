@@ -30,6 +30,7 @@ from stepfloor.sampler.grammar import Constraint, GrammarCompiler
 from stepfloor.sampler.sampler import Sampler
 from stepfloor.scheduler.scheduler import Scheduler
 from stepfloor.step.bandwidth import read_bandwidth_gbps
+from stepfloor.step.memory import keep_to_plan, open_memory
 from stepfloor.step.step import Step, StepOutput
 from stepfloor.stream.stream import Stream
 from stepfloor.tokenizer.tokenizer import Tokenizer
@@ -85,8 +86,8 @@ class Counters:
         return self.delivered / self.decode_steps if self.decode_steps else 0.0
 
 
-def check_device(device: str) -> None:
-    """Raise UserError for a device that PyTorch cannot reach here."""
+def open_device(device: str) -> None:
+    """Make a device ready for its first allocation. Raises UserError for one that PyTorch cannot reach here."""
     if device == "cpu":
         return
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -98,6 +99,7 @@ def check_device(device: str) -> None:
             f"--device {device}: PyTorch {torch.__version__} finds {found} CUDA devices; run this on such a GPU with a "
             "CUDA build of PyTorch, or pass --device cpu"
         )
+    open_memory(device)
 
 
 def check_memory(checkpoint: Checkpoint, config: EngineConfig) -> MemoryPlan:
@@ -147,16 +149,17 @@ class Engine:
         """
         model_config = checkpoint.config
         config.check(model_config)
-        check_device(config.device)
+        open_device(config.device)
         self.config = config
         self.checkpoint = checkpoint
         self.vocab_size = model_config.vocab_size
         self.tokenizer = tokenizer
         if config.device == "cpu" and is_small(checkpoint):
             torch.set_num_threads(1)
+        plan: MemoryPlan | None = None
         if model is None:
             if config.device != "cpu":
-                check_memory(checkpoint, config)
+                plan = check_memory(checkpoint, config)
             model = load_model(
                 checkpoint,
                 positions_needed(config),
@@ -175,6 +178,8 @@ class Engine:
             forced_accept,
         )
         self.step = Step(model, sampler, config)
+        if plan is not None:
+            keep_to_plan(plan, config.device)
         self.scheduler = Scheduler(
             config.max_num_seqs,
             num_pages(config),

@@ -91,3 +91,14 @@ def test_random_weights_give_finite_logits_of_a_models_size(tmp_path: Path) -> N
     logits = ours.logits(torch.randint(0, config.vocab_size, (32,)).tolist())
     assert torch.isfinite(logits).all()
     assert 0.1 < float(logits.std()) < 10
+
+
+def test_a_model_loaded_in_inference_mode(tmp_path: Path) -> None:
+    """The reading threads have a mode of their own, which cannot copy into tensors of another one."""
+    checkpoint = open_checkpoint(make_tiny(tmp_path, "nvfp4"))
+    weight = checkpoint.weights["layers.0.mlp.gate"]
+    streamed = StreamedTensors(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    with torch.inference_mode():
+        arrived = streamed.parts(weight)["weight"]
+    assert same_bytes(arrived.cpu(), MappedTensors().parts(weight)["weight"])
+    streamed.close()

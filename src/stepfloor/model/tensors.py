@@ -100,6 +100,7 @@ class StreamedTensors:
             for at in range(0, entry.nbytes, CHUNK_BYTES)
         ]
 
+    @torch.inference_mode()  # the caller's mode does not reach this thread, and its tensors may be of that mode
     def _chunk(self, file: Path, offset: int, destination: Tensor) -> None:
         buffer, stream = self._buffer()
         count = destination.numel()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from stepfloor.cache.tensors import positions_needed
 from stepfloor.config import EngineConfig, ModelConfig
-from stepfloor.engine import Engine, check_device, check_memory
+from stepfloor.engine import Engine, check_memory, open_device
 from stepfloor.model.load import load_model
 from stepfloor.model.model import Layer, Model
 from stepfloor.model.random import RandomTensors
@@ -150,7 +150,7 @@ def bench_steps(
     measured  called with all there is so far: after loading, after each cell, after the prefill
     Raises UserError for a cell that the model or the device cannot hold.
     """
-    check_device(plan.device)
+    open_device(plan.device)
     begin = time.perf_counter()
     longest = max(_model_len(plan, k, context) for k in plan.spec_tokens for context in plan.contexts)
     longest = max(longest, plan.prefill_tokens + 32)
