@@ -22,17 +22,17 @@ Propose = Callable[[int, int], list[int]]
 class Scripted(Step):
     """A Step that drafts as always, so that the drafter's cache is written, and then proposes something else.
 
-    propose  (slot, position of the newest token) -> the k tokens to propose after it
+    propose  (slot, position of the newest token) -> tokens to propose after it, as many as a step may at most
     """
 
     def __init__(self, model: Model, sampler: Sampler, config: EngineConfig, propose: Propose) -> None:
         super().__init__(model, sampler, config)
         self.propose = propose
 
-    def _draft(self, slots: Tensor, length: Tensor, residual: Tensor, hidden: Tensor) -> None:
-        super()._draft(slots, length, residual, hidden)
+    def _draft(self, slots: Tensor, length: Tensor, residual: Tensor, hidden: Tensor, k: int) -> None:
+        super()._draft(slots, length, residual, hidden, k)
         for slot, newest in zip(slots.tolist(), self.state.length[slots].tolist(), strict=True):
-            self.state.drafts[slot] = torch.tensor(self.propose(slot, newest))
+            self.state.drafts[slot, :k] = torch.tensor(self.propose(slot, newest)[:k], dtype=torch.int64)
 
 
 def from_text(text: list[int], k: int, right: float, seed: int, vocab_size: int, eos: int) -> Propose:

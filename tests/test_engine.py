@@ -2,6 +2,7 @@
 
 from dataclasses import fields, replace
 from itertools import islice
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from stepfloor.errors import UserError
 from stepfloor.kernels import gdn_decode as decode_room
 from stepfloor.kernels import gdn_prefill as prefill_room
 from stepfloor.kernels._torch import DeltaRows
-from stepfloor.request import Request, SamplingParams
+from stepfloor.request import Batch, Request, SamplingParams
+from stepfloor.step.step import StepOutput
 from stepfloor.weights.checkpoint import Checkpoint, open_checkpoint
 from tests.oracle import Oracle
 from tests.ours import engine_config
@@ -111,6 +113,28 @@ def test_greedy_text_is_the_same_for_every_k(checkpoint: Checkpoint) -> None:
     request = Request("r", prompt(8, 11), GREEDY, 20)
     texts = [alone(checkpoint, [request], spec_tokens=k, max_num_batched_tokens=3 + k)["r"] for k in range(8)]
     assert all(text == texts[0] for text in texts)
+
+
+def test_fewer_drafts_while_many_decode(checkpoint: Checkpoint) -> None:
+    """Drafts follow the number of sequences from step to step; greedy text stays; only drafts there were count."""
+    requests = [replace(request, sampling=GREEDY) for request in mixed_requests()]
+    ranges = ((1, 1, 3), (2, 3, 0), (4, 4, 2))
+    config = engine_config(spec_tokens=3, spec_tokens_per_batch_size=ranges, max_num_seqs=5)
+    engine = Engine(checkpoint, config)
+    batches: list[tuple[int, int]] = []
+    run = engine.step.run
+
+    def noted(batch: Batch, *rest: Any) -> StepOutput:
+        if batch.decodes:
+            batches.append((len(batch.decodes), batch.spec_tokens))
+        return run(batch, *rest)
+
+    engine.step.run = noted  # type: ignore[method-assign]
+    assert serve(engine, *requests) == alone(checkpoint, requests, spec_tokens=0)
+    assert all(k == config.drafts(count) for count, k in batches)
+    assert len({k for _, k in batches}) > 2
+    assert engine.counters.drafted[0] > engine.counters.drafted[2] > 0
+    assert engine.counters.drafted[2] <= sum(k == 3 for _, k in batches) * 5
 
 
 def test_seeds(checkpoint: Checkpoint) -> None:

@@ -18,6 +18,7 @@ from stepfloor.engine import Engine
 from stepfloor.model.load import load_model
 from stepfloor.model.model import Model
 from stepfloor.request import Request, SamplingParams
+from stepfloor.step.step import STAGE_SETS
 from stepfloor.tokenizer.tokenizer import Tokenizer
 from stepfloor.weights.checkpoint import Checkpoint, open_checkpoint
 from tests.ours import Ours
@@ -74,7 +75,10 @@ def loaded() -> Model:
 
 def engine(count: int, k: int, **changes: object) -> Engine:
     config = EngineConfig(spec_tokens=k, max_num_seqs=count, max_model_len=512, device=DEVICE, **changes)  # type: ignore[arg-type]
-    return Engine(shipped(), config, model=loaded() if k else replace(loaded(), drafter=None))
+    # graphs of one kind: a test of all kinds is below
+    return Engine(
+        shipped(), config, model=loaded() if k else replace(loaded(), drafter=None), stage_sets=STAGE_SETS[:1]
+    )
 
 
 def serve(count: int, k: int, temperature: float = 0.0, late: int = 0, **changes: object) -> list[list[int]]:
@@ -146,6 +150,27 @@ def test_coupled_acceptance_is_the_same_text_for_every_k() -> None:
 @pytest.mark.parametrize(("count", "k"), [(1, 0), (5, 3)])
 def test_eager_is_graph(count: int, k: int) -> None:
     assert serve(count, k, enforce_eager=True) == serve(count, k)
+
+
+def test_every_graph_is_captured_at_the_start() -> None:
+    """No request waits for a capture, whatever it asks of the sampler and whoever joins; ids are those of any k."""
+    ranges = ((1, 2, 3), (3, 4, 1))
+    config = EngineConfig(3, ranges, max_num_seqs=5, max_model_len=512, device=DEVICE)
+    serving = Engine(shipped(), config, model=loaded())
+    captured = set(serving.step.graphs.made)
+    assert {(size, k) for size, k, _ in captured} == {(1, 3), (2, 3), (4, 1), (5, 3)}
+    greedy: dict[str, list[int]] = {}
+    settings = ({}, {"temperature": 0.7}, {"temperature": 0.7, "top_k": 20}, {"logit_bias": ((7, 1.0),)})
+    for number, setting in enumerate(settings):
+        for i in range(5):
+            sampling = SamplingParams(**({"temperature": 0.0} | (setting if i == 0 else {})), seed=i)  # type: ignore[arg-type]
+            serving.submit(Request(f"{number} {i}", prompts()[i], sampling, NEW // (i + 1)))
+        for piece in serving.run():
+            greedy.setdefault(piece.request_id, []).extend(piece.token_ids)
+    assert set(serving.step.graphs.made) == captured
+    for number in range(len(settings)):
+        for i in range(1, 5):
+            assert greedy[f"{number} {i}"] == alone()[i][: NEW // (i + 1)]
 
 
 @pytest.mark.parametrize("k", [0, 3])

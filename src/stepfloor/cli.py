@@ -3,7 +3,7 @@
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -25,6 +25,8 @@ AnyModel = Annotated[
     typer.Argument(help="A directory, a Hugging Face id (only headers are fetched), or qwen3.8-flash-next:FORMAT."),
 ]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or snapshot of a Hugging Face id.")]
+KvCacheDtype = Annotated[str, typer.Option(help="Of keys and values: auto, the model's type, or fp8.")]
+NgramTable = Annotated[str, typer.Option(help="Where the n-gram table lies: device, or pinned memory of the host.")]
 Download = Annotated[bool, typer.Option("--download", help="Fetch the id even if the cache has another owner's.")]
 
 
@@ -152,6 +154,8 @@ def generate(
         int | None, typer.Option(help="Prompt and output together, in tokens; the model's context, at most 4096.")
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, or a CUDA device.")] = "cpu",
+    kv_cache_dtype: KvCacheDtype = "auto",
+    ngram_table: NgramTable = "device",
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end of a turn.")] = False,
     json: Annotated[bool, typer.Option("--json", help="End with one JSON object in place of the line.")] = False,
     hf_overrides: Annotated[str | None, typer.Option(help="JSON that replaces keys of the text config.")] = None,
@@ -180,6 +184,8 @@ def generate(
         acceptance="coupled" if acceptance == "coupled" else "standard",
         max_model_len=min(4096, checkpoint.config.max_position_embeddings) if max_model_len is None else max_model_len,
         device=device,
+        kv_cache_dtype=cast(Any, kv_cache_dtype),  # check refuses what is no choice
+        ngram_table=cast(Any, ngram_table),
     )
     run(
         checkpoint,
@@ -226,9 +232,17 @@ def serve(
         int | None, typer.Option(help="Requests that may wait; more are answered with 503. Without it, any number.")
     ] = None,
     block_size: Annotated[int, typer.Option(help="Tokens per page of the key/value cache.")] = 64,
+    kv_cache_dtype: KvCacheDtype = "auto",
+    ngram_table: NgramTable = "device",
+    enforce_eager: Annotated[
+        bool, typer.Option("--enforce-eager", help="Decode kernel by kernel, not as captured graphs.")
+    ] = False,
     spec_tokens: Annotated[int | None, typer.Option(help="Drafts a step, 0 to 7; 3 where there is a drafter.")] = None,
     speculative_config: Annotated[
-        str | None, typer.Option(help='JSON: {"method": "mtp", "num_speculative_tokens": 3}.')
+        str | None,
+        typer.Option(
+            help='JSON: {"num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": [[1,4,3], [5,16,1]]}.'
+        ),
     ] = None,
     acceptance: Annotated[str, typer.Option(help="standard, or coupled: text the same for every --spec-tokens.")] = (
         "standard"
@@ -291,14 +305,19 @@ def serve(
     from stepfloor.server.wire import EngineSpec
 
     logging.basicConfig(level=uvicorn_log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    most_drafts, fewer_drafts = flags.speculation(spec_tokens, speculative_config, checkpoint.has_drafter)
     config = EngineConfig(
-        spec_tokens=flags.spec_tokens(spec_tokens, speculative_config, checkpoint.has_drafter),
+        spec_tokens=most_drafts,
+        spec_tokens_per_batch_size=fewer_drafts,
         acceptance="coupled" if acceptance == "coupled" else "standard",
         max_num_seqs=max_num_seqs,
         max_model_len=checkpoint.config.max_position_embeddings if max_model_len is None else max_model_len,
         max_num_batched_tokens=max_num_batched_tokens,
         block_size=block_size,
         device=device,
+        kv_cache_dtype=cast(Any, kv_cache_dtype),  # check refuses what is no choice
+        ngram_table=cast(Any, ngram_table),
+        enforce_eager=enforce_eager,
         long_prefill_token_threshold=long_prefill_token_threshold,
         max_num_queued_reqs=max_num_queued_reqs,
     )
@@ -487,8 +506,8 @@ def bench_step(
     ] = 3,
     steps: Annotated[int, typer.Option(min=4, help="Timed steps of a cell.")] = 200,
     prefill: Annotated[int, typer.Option(help="Time the prefill of a prompt of so many tokens too; 0 does not.")] = 0,
-    kv_cache_dtype: Annotated[str, typer.Option(help="auto or fp8.")] = "auto",
-    ngram_table: Annotated[str, typer.Option(help="device or pinned.")] = "device",
+    kv_cache_dtype: KvCacheDtype = "auto",
+    ngram_table: NgramTable = "device",
     device: Annotated[str, typer.Option(help="cuda, cuda:1, or cpu with a small model.")] = "cuda",
     count_experts: Annotated[bool, typer.Option(help="Count distinct experts in a second run of each cell.")] = True,
     profile: Annotated[bool, typer.Option(help="Profile a few steps of each cell.")] = True,

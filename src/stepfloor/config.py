@@ -213,7 +213,8 @@ class ModelConfig:
 class EngineConfig:
     """What the user asked of the engine; every field has vLLM's meaning where vLLM has the field.
 
-    spec_tokens             drafts per step, 0..7
+    spec_tokens             drafts per step at most, 0..7
+    spec_tokens_per_batch_size  (lowest, highest, drafts): fewer drafts while so many sequences decode together
     acceptance              standard: exact rejection rule; coupled: shared Gumbel noise, text independent of k
     max_num_seqs            sequences that decode together
     max_model_len           context in tokens, prompt and output together
@@ -227,6 +228,7 @@ class EngineConfig:
     """
 
     spec_tokens: int = 3
+    spec_tokens_per_batch_size: tuple[tuple[int, int, int], ...] = ()
     acceptance: Literal["standard", "coupled"] = "standard"
     max_num_seqs: int = 1
     max_model_len: int = 4096
@@ -244,16 +246,37 @@ class EngineConfig:
         """Longest prompt chunk."""
         return min(self.max_num_batched_tokens, self.long_prefill_token_threshold or self.max_num_batched_tokens)
 
+    def drafts(self, sequences: int) -> int:
+        """Drafts of a step in which so many sequences decode."""
+        return next(
+            (drafts for low, high, drafts in self.spec_tokens_per_batch_size if low <= sequences <= high),
+            self.spec_tokens,
+        )
+
     def check(self, model: ModelConfig) -> None:
         """Raise UserError for a request the engine cannot honour with this model."""
         if not 0 <= self.spec_tokens <= 7:
             raise UserError(f"--spec-tokens must be 0 to 7; got {self.spec_tokens}")
         if self.spec_tokens and not model.has_drafter:
             raise UserError("this checkpoint has no drafter (mtp.*); pass --spec-tokens 0")
+        before = 0
+        for low, high, drafts in self.spec_tokens_per_batch_size:
+            if not before < low <= high or not 0 <= drafts <= self.spec_tokens:
+                raise UserError(
+                    "num_speculative_tokens_per_batch_size (--speculative-config) must be ascending ranges of "
+                    f"sequences with 0 to {self.spec_tokens} drafts each (num_speculative_tokens), like "
+                    f"[[1, 4, 3], [5, 16, 1]]; got [{low}, {high}, {drafts}]"
+                )
+            before = high
         if self.acceptance not in ("standard", "coupled"):
             raise UserError(f"--acceptance must be standard or coupled; got {self.acceptance!r}")
         if self.kv_cache_dtype not in ("auto", "fp8"):
             raise UserError(f"--kv-cache-dtype must be auto or fp8; got {self.kv_cache_dtype!r}")
+        if self.ngram_table not in ("device", "pinned") or (self.ngram_table == "pinned" and self.device == "cpu"):
+            raise UserError(
+                "--ngram-table must be device, or pinned for a model on a GPU; "
+                f"got {self.ngram_table!r} on {self.device}"
+            )
         if self.max_num_seqs < 1 or self.max_num_batched_tokens < 1:
             raise UserError(
                 "--max-num-seqs and --max-num-batched-tokens must be at least 1; "

@@ -3,7 +3,7 @@
 import logging
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,11 @@ from stepfloor.roofline.memory import (
     unified_capacity,
 )
 from stepfloor.sampler.grammar import Constraint, GrammarCompiler
-from stepfloor.sampler.sampler import Sampler
+from stepfloor.sampler.sampler import Sampler, Stage
 from stepfloor.scheduler.scheduler import Scheduler
 from stepfloor.step.bandwidth import read_bandwidth_gbps
 from stepfloor.step.memory import keep_to_plan, open_memory
-from stepfloor.step.step import Step, StepOutput
+from stepfloor.step.step import STAGE_SETS, Step, StepOutput, decode_shapes
 from stepfloor.stream.stream import Stream
 from stepfloor.tokenizer.tokenizer import Tokenizer
 from stepfloor.weights.checkpoint import Checkpoint
@@ -56,8 +56,8 @@ class Counters:
     decode_steps: int = 0
     delivered: int = 0
 
-    def count(self, accepted: int, consumed: int) -> None:
-        """Add one verification: drafts accepted, and tokens looked at before the request ended (a stop id included).
+    def count(self, drafted: int, accepted: int, consumed: int) -> None:
+        """Add one verification: drafts, accepted ones, and tokens looked at before the end (a stop id included).
 
         One that gave no token at all, because the logits were not finite, is not counted.
         """
@@ -65,7 +65,7 @@ class Counters:
             return
         self.decode_steps += 1
         self.delivered += consumed
-        for position in range(len(self.drafted)):
+        for position in range(drafted):
             self.drafted[position] += 1
             self.accepted[position] += position < min(accepted, consumed)
 
@@ -114,7 +114,11 @@ def check_memory(checkpoint: Checkpoint, config: EngineConfig) -> MemoryPlan:
         capacity = unified_capacity(meminfo, free)
     else:
         capacity = discrete_capacity(free, meminfo.get("MemAvailable", 1 << 62))
-    placement = replace(placement_of(config), expert_workspace_bytes=EXPERT_WORKSPACE_BYTES)
+    placement = replace(
+        placement_of(config),
+        expert_workspace_bytes=EXPERT_WORKSPACE_BYTES,
+        graphs=len(decode_shapes(config)) * len(STAGE_SETS),
+    )
     plan = plan_memory(checkpoint.config, checkpoint.weights, config, capacity, placement)
     for line in plan.lines:
         logger.info("memory: %s %.3f GiB on the %s", line.component, line.nbytes / 2**30, line.where)
@@ -138,6 +142,7 @@ class Engine:
         on_layer: Callable[[int, int], None] | None = None,
         model: Model | None = None,
         forced_accept: int | None = None,
+        stage_sets: Sequence[frozenset[Stage]] = STAGE_SETS,
     ) -> None:
         """Load the weights and allocate the cache.
 
@@ -145,6 +150,7 @@ class Engine:
         on_layer       called as (layers loaded, layers in all), for a progress bar
         model          of this checkpoint, loaded before for positions and rows enough; None loads it here
         forced_accept  drafts taken of each window whatever the target says, to time steps: the text means nothing
+        stage_sets     of the sampler, for which decode graphs are captured now; the others are at their first use
         Raises UserError for a configuration that this model cannot serve.
         """
         model_config = checkpoint.config
@@ -177,7 +183,7 @@ class Engine:
             config.device,
             forced_accept,
         )
-        self.step = Step(model, sampler, config)
+        self.step = Step(model, sampler, config, stage_sets)
         if plan is not None:
             keep_to_plan(plan, config.device)
         self.scheduler = Scheduler(
@@ -189,6 +195,7 @@ class Engine:
             config.max_model_len,
             config.max_num_queued_reqs,
             self.vocab_size,
+            config.drafts,
         )
         special = () if tokenizer is None else tokenizer.special_ids
         self.stream = Stream(None if tokenizer is None else tokenizer.token_bytes, special)
@@ -292,7 +299,7 @@ class Engine:
         for slot, _ in batch.owners:
             constraint = self.constraints.get(self.scheduler.running[slot].request.request_id)
             if constraint is not None:
-                rows = self.config.spec_tokens + 1 if slot in batch.decodes else 1
+                rows = batch.spec_tokens + 1 if slot in batch.decodes else 1
                 masks[slot] = torch.from_numpy(constraint.masks(rows))
         return masks
 
@@ -369,6 +376,7 @@ class Engine:
         emitted = output.wait()
         drafts, logprobs = output.wait_drafts(), output.wait_logprobs()
         self.delivered_steps += 1
+        verified = dict(zip(batch.decodes, batch.verified, strict=True))
         for delivery in self.scheduler.commit(batch, emitted):
             piece = self.stream.push(delivery.request_id, delivery.token_ids, delivery.finish_reason, delivery.stop_id)
             if delivery.slot in logprobs:
@@ -378,11 +386,11 @@ class Engine:
                 constraint.drafts = drafts.get(delivery.slot, ())
             if piece.finish_reason == "error":
                 piece = replace(piece, error=_fault(emitted[delivery.slot], self.delivered_steps))
-            if delivery.slot in batch.decodes:
+            if delivery.slot in verified:
                 # a stop string may end the text before the last token that the scheduler let through
                 cut = len(piece.token_ids) < len(delivery.token_ids)
                 consumed = len(piece.token_ids) if cut else delivery.consumed
-                self.counters.count(len(emitted[delivery.slot]) - 1, consumed)
+                self.counters.count(verified[delivery.slot], len(emitted[delivery.slot]) - 1, consumed)
             if piece.finish_reason is not None:
                 self.constraints.pop(delivery.request_id, None)
                 self.scheduler.end(delivery.request_id)  # a stop string ends what the scheduler would go on with

@@ -171,6 +171,8 @@ class Batch:
     joins    slots to reset, some of them just released
     chunks   prompt chunks, run one after another before the decode rows
     decodes  slots whose newest tokens are verified, spec_tokens + 1 rows each
+    spec_tokens  drafts that this step verifies and proposes for each slot
+    verified  of each of `decodes`: how many of them the step before proposed, where it proposed fewer
     owners   (slot, serial number of its sequence) of every slot that this step will give tokens
     logprobs  (slot, how many of the best) of those whose tokens' log-probabilities are wanted
     """
@@ -179,6 +181,8 @@ class Batch:
     joins: tuple[Join, ...] = ()
     chunks: tuple[Chunk, ...] = ()
     decodes: tuple[int, ...] = ()
+    spec_tokens: int = 0
+    verified: tuple[int, ...] = ()
     owners: tuple[tuple[int, int], ...] = ()
     logprobs: tuple[tuple[int, int], ...] = ()
 

@@ -26,7 +26,7 @@ def test_a_missing_draft_is_no_index() -> None:
 def test_it_compiles() -> None:
     names = "slots token length drafts pending rejected history tokens first row_pending row_rejected row_history"
     signature = {f"{name}_ptr": "*i64" for name in names.split()}
-    constants = {"W": 2, "BLOCK": 4, "PDL": True}
+    constants = {"KEPT": 4, "W": 2, "BLOCK": 4, "PDL": True}
     assert_compiles(
         [Case("stepfloor.kernels.begin_rows", "_begin_rows_kernel", signature, constants | {"K": k}, 1) for k in (0, 3)]
     )

@@ -10,7 +10,7 @@ from stepfloor.errors import UserError
 from stepfloor.server.app import AppOptions
 from stepfloor.server.flags import model_among
 from stepfloor.server.metrics import ALARM_DRAFTS, AcceptanceAlarm
-from stepfloor.server.options import json_strings, profile_directory, spec_tokens
+from stepfloor.server.options import json_strings, profile_directory, speculation
 from tests.server.scripted import EOS, Scripted, scripted
 from tests.server.test_protocol_cases import CHAT, EDIT, NO_THINKING, PLAIN
 
@@ -287,17 +287,22 @@ def test_flags_that_ask_for_something_else_are_named(arguments: list[str], says:
 
 def test_drafts_have_two_flags_that_may_not_differ() -> None:
     config = '{"method": "mtp", "num_speculative_tokens": 2}'
-    assert (spec_tokens(None, config, True), spec_tokens(2, config, True), spec_tokens(4, None, True)) == (2, 2, 4)
-    assert (spec_tokens(None, None, True), spec_tokens(None, None, False)) == (3, 0)
+    none = ()
+    assert speculation(None, config, True) == speculation(2, config, True) == (2, none)
+    assert (speculation(4, None, True), speculation(None, None, True)) == ((4, none), (3, none))
+    assert speculation(None, None, False) == (0, none)
+    ranges = '{"num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": [[1, 4, 3], [5, 16, 1]]}'
+    assert speculation(None, ranges, True) == (3, ((1, 4, 3), (5, 16, 1)))
     for given, text, says in (
         (3, config, "--spec-tokens is 3 and --speculative-config says 2"),
         (None, '{"method": "eagle"}', "eagle"),
         (None, '{"model": "x", "quantization": "fp8"}', "quantization"),
         (None, "[]", "JSON object"),
         (None, '{"num_speculative_tokens": true}', "integer"),
+        (None, '{"num_speculative_tokens_per_batch_size": [[1, 4]]}', "lowest, highest, drafts"),
     ):
         with pytest.raises(UserError, match=says):
-            spec_tokens(given, text, True)
+            speculation(given, text, True)
 
 
 def test_other_flags_that_carry_json() -> None:

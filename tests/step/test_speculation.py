@@ -3,10 +3,10 @@
 Conformance tests 4 and 6 of the architecture, and the cases about stops, limits and counts from the field.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 
 import pytest
@@ -58,16 +58,18 @@ def prefill(step: Step, chunk: int, sampling: SamplingParams) -> list[int]:
     for start in range(0, len(PROMPT), chunk):
         end = min(start + chunk, len(PROMPT))
         part = Chunk(0, start, PROMPT[start:end], PROMPT[end] if end < len(PROMPT) else None)
-        emitted = step.run(Batch(joins=() if start else (join,), chunks=(part,))).wait()
+        batch = Batch(joins=() if start else (join,), chunks=(part,), spec_tokens=step.config.spec_tokens)
+        emitted = step.run(batch).wait()
     return emitted[0]
 
 
-def decode(step: Step, first: list[int], tokens: int) -> Iterator[list[int]]:
-    """Decode until there are enough tokens; yields all ids so far after each step."""
+def decode(step: Step, first: list[int], tokens: int, drafts: Sequence[int] = ()) -> Iterator[list[int]]:
+    """Decode until there are enough tokens; yields all ids so far after each step. drafts: of steps, in turn."""
+    turns = cycle(drafts or (step.config.spec_tokens,))
     ids = list(first)
     yield ids
     while len(ids) < tokens:
-        ids = ids + step.run(Batch(decodes=(0,))).wait()[0]
+        ids = ids + step.run(Batch(decodes=(0,), spec_tokens=next(turns))).wait()[0]
         yield ids
 
 
@@ -158,6 +160,30 @@ def test_ids_and_state_are_those_of_plain_decoding(
         assert set(emitted) == {1 if right == 0.0 else k + 1}
     elif k > 2:
         assert len(set(emitted)) > 1, "the script should give windows of different lengths"
+
+
+@pytest.mark.parametrize("drafts", [(3, 0, 1, 1), (0, 4, 4), (4, 2, 4, 1, 3), (1, 1, 0, 4, 4)], ids=str)
+def test_steps_may_differ_in_their_drafts(
+    checkpoint: Checkpoint,
+    plain: dict[SamplingParams, tuple[list[int], dict[int, dict[str, Tensor]]]],
+    drafts: tuple[int, ...],
+) -> None:
+    """Rows that one step leaves pending are replayed by the next, however many it has; what was not proposed falls."""
+    sampling = GREEDY if drafts[0] else MANY_EOS
+    text, states = plain[sampling]
+    config = engine_config(spec_tokens=4)
+    base = make_step(checkpoint, config)
+    step = Scripted(base.model, base.sampler, config, from_text(text, 4, 0.7, 11, VOCAB, EOS))
+    counts = []
+    for ids in decode(step, prefill(step, 5, sampling), NEW, drafts):
+        counts.append(len(ids))
+        assert ids == text[len(PROMPT) :][: len(ids)]
+        assert not differences(committed(step), states[int(step.state.length[0])])
+    emitted = [b - a for a, b in pairwise(counts)]
+    proposed = [step.config.spec_tokens, *(drafts * NEW)[: len(emitted)]]
+    verified = [min(before, now) for before, now in pairwise(proposed)]
+    assert all(count <= most + 1 for count, most in zip(emitted, verified, strict=True))
+    assert any(count == most + 1 > 1 for count, most in zip(emitted, verified, strict=True))
 
 
 def test_the_comparison_sees_a_row_too_many(

@@ -62,12 +62,12 @@ def accept_drafts_reference(
     stages: Stages | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The source's rule, in log space."""
-    k, vocab_size = proposals.logits.shape[1:]
+    k, vocab_size = drafts.shape[1], logits.shape[2]
     if stages is None:
         logits = logits.float()
     else:
         logits = processed_reference(logits.flatten(0, 1), slots, temperature, stages).view(logits.shape)
-    log_q = log_softmax_reference(proposals.logits[slots], proposals.scale[slots])  # [B, k, V]
+    log_q = log_softmax_reference(proposals.logits[slots, :k], proposals.scale[slots, :k])  # [B, k, V]
     greedy = temperature[slots] == 0  # [B]
     healthy = torch.isfinite(logits.amax(-1))  # [B, k + 1]
     log_p = log_softmax_reference(logits, scale_reference(logits))
@@ -127,8 +127,9 @@ def accept_drafts(
 
     logits       bf16 or fp32 [B, k + 1, V], the target's; row j decides position positions + j
     drafts       int64 [B, k], k at least 1; -1 always falls, and the draw in its place is the target's own
-    proposals    what the drafts of each slot were drawn from; for a drafter that takes its argmax 0 at the draft, -inf
-                 elsewhere, and scale 0. Slots at temperature 0 are not looked at
+    proposals    what the drafts of each slot were drawn from, k or more of them, the first k looked at; for a drafter
+                 that takes its argmax 0 at the draft, -inf elsewhere, and scale 0. Slots at temperature 0 are not
+                 looked at
     slots        int64 [B]; positions  int64 [B], index in the sequence of the first token to decide
     temperature  fp32 [slots]; seeds   int64 [slots]
     stages       what the raw logits still need, the temperature included. None: they come from process_logits
@@ -137,10 +138,16 @@ def accept_drafts(
     Raises ValueError if shapes disagree.
     """
     b, k = drafts.shape if drafts.ndim == 2 else (0, 0)
-    wanted = (temperature.shape[0], k, logits.shape[-1])
-    if k < 1 or logits.ndim != 3 or logits.shape[:2] != (b, k + 1) or proposals.logits.shape != wanted:
+    kept = proposals.logits.shape
+    if (
+        k < 1
+        or logits.ndim != 3
+        or logits.shape[:2] != (b, k + 1)
+        or kept[::2] != (temperature.shape[0], logits.shape[2])
+        or kept[1] < k
+    ):
         raise ValueError(
-            "accept_drafts wants logits [B, k + 1, V], drafts [B, k], proposals [slots, k, V] with k at least 1; "
+            "accept_drafts wants logits [B, k + 1, V], drafts [B, k], proposals [slots, k or more, V], k at least 1; "
             f"got {tuple(logits.shape)}, {tuple(drafts.shape)}, {tuple(proposals.logits.shape)}"
         )
     if slots.shape != (b,) or positions.shape != (b,):
@@ -183,6 +190,7 @@ def accept_drafts_triton(
         "kind_ptr": kind,
         "scale_ptr": scale,
         "K": rows - 1,
+        "KEPT": proposals.logits.shape[1],
     }
     _sum_kernel[parts, b * rows](
         **arguments, tops_ptr=tops, sums_ptr=sums, ids_ptr=ids, BLOCK=SEGMENT, **launch_options(logits)
@@ -311,6 +319,7 @@ def _judge_kernel(
     EARLIER: tl.constexpr,
     SCALE: tl.constexpr,
     K: tl.constexpr,
+    KEPT: tl.constexpr,
     PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -363,7 +372,7 @@ def _judge_kernel(
             drafted = (draft >= 0).to(tl.int32)
             token = tl.maximum(draft, 0).to(tl.int32)
             x = processed(source, row, token, EARLIER, SCALE)
-            at = slot * K + j
+            at = slot * KEPT + j
             q = tl.load(proposals_ptr + at * vocab + token)
             log_q = (q - tl.load(proposal_scale_ptr + at * 2)) - tl.load(proposal_scale_ptr + at * 2 + 1)
             # as a difference of logarithms, so that equal p and q always stand; NaN falls
@@ -426,6 +435,7 @@ def _ending_kernel(
     EARLIER: tl.constexpr,
     SCALE: tl.constexpr,
     K: tl.constexpr,
+    KEPT: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -465,8 +475,8 @@ def _ending_kernel(
         tl.store(first_ptr + at, value)
         tl.store(first_ids_ptr + at, token)
         if kind == 2:
-            proposal = (slot * K + accepted) * vocab
-            scaled = (slot * K + accepted) * 2
+            proposal = (slot * KEPT + accepted) * vocab
+            scaled = (slot * KEPT + accepted) * 2
             # past the vocabulary log_p is -inf, and not above anything
             q = tl.load(proposals_ptr + proposal + ids, mask=ids < vocab, other=float("-inf"))
             log_p = (x - tl.load(scale_ptr + window * 2)) - tl.load(scale_ptr + window * 2 + 1)

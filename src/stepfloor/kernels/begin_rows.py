@@ -2,7 +2,8 @@
 
     tokens[b] = newest token, then its drafts;   first[b] = position of the newest token
 
-A draft that was not proposed (-1) is embedded as token 0: acceptance ends there, whatever the row computes.
+A draft that was not proposed (-1) is embedded as token 0: acceptance ends there, whatever the row computes. A step may
+verify fewer drafts than a slot can hold: the first k.
 """
 
 from dataclasses import dataclass
@@ -15,10 +16,10 @@ from stepfloor.kernels._jit import dependent_launch, runs_triton, start, tl, tri
 
 @dataclass(frozen=True, slots=True)
 class SlotState:
-    """What a step knows about each slot, all int64; k drafts, R = k + 1 rows.
+    """What a step knows about each slot, all int64.
 
     token    [slots] the newest token, not yet verified; length [slots] its position
-    drafts   [slots, k] tokens proposed after it, -1 where there is none
+    drafts   [slots, most drafts] tokens proposed after it, -1 where there is none
     pending, rejected  [slots] rows of the last step that count, and that do not
     history  [slots, W] the committed tokens before `token`, oldest first
     """
@@ -31,29 +32,31 @@ class SlotState:
     history: Tensor
 
 
-def begin_rows_reference(state: SlotState, slots: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def begin_rows_reference(state: SlotState, slots: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """One indexing each."""
-    tokens = torch.cat((state.token[slots, None], state.drafts[slots]), 1).clamp(min=0)
+    tokens = torch.cat((state.token[slots, None], state.drafts[slots, :k]), 1).clamp(min=0)
     return tokens, state.length[slots], state.pending[slots], state.rejected[slots], state.history[slots]
 
 
-def begin_rows(state: SlotState, slots: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def begin_rows(state: SlotState, slots: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gather the rows that a step verifies.
 
-    slots  [B] int64
-    Returns tokens [B, R], first [B], pending [B], rejected [B], history [B, W], all int64.
-    Raises ValueError if slots is not one-dimensional.
+    slots  [B] int64; k  drafts of each
+    Returns tokens [B, R], first [B], pending [B], rejected [B], history [B, W], all int64; R = k + 1 rows.
+    Raises ValueError if slots is not one-dimensional, or a slot holds fewer drafts.
     """
-    if slots.ndim != 1:
-        raise ValueError(f"begin_rows wants slots [B]; got {tuple(slots.shape)}")
+    if slots.ndim != 1 or not 0 <= k <= state.drafts.shape[1]:
+        raise ValueError(
+            f"begin_rows wants slots [B] and k of {state.drafts.shape[1]} drafts; got {tuple(slots.shape)} and {k}"
+        )
     if runs_triton(slots):
-        return begin_rows_launch(state, slots)
-    return begin_rows_reference(state, slots)
+        return begin_rows_launch(state, slots, k)
+    return begin_rows_reference(state, slots, k)
 
 
-def begin_rows_launch(state: SlotState, slots: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def begin_rows_launch(state: SlotState, slots: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Queue the kernel, one program a sequence."""
-    count, k, width = slots.shape[0], state.drafts.shape[1], state.history.shape[1]
+    count, width = slots.shape[0], state.history.shape[1]
     tokens, history = slots.new_empty((count, k + 1)), slots.new_empty((count, width))
     first, pending, rejected = (torch.empty_like(slots) for _ in range(3))
     _begin_rows_kernel[(count,)](
@@ -70,6 +73,7 @@ def begin_rows_launch(state: SlotState, slots: Tensor) -> tuple[Tensor, Tensor, 
         rejected,
         history,
         K=k,
+        KEPT=state.drafts.shape[1],
         W=width,
         BLOCK=triton.next_power_of_2(max(k + 1, width)),
         num_warps=1,
@@ -93,6 +97,7 @@ def _begin_rows_kernel(
     row_rejected_ptr,
     row_history_ptr,
     K: tl.constexpr,
+    KEPT: tl.constexpr,
     W: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -101,7 +106,7 @@ def _begin_rows_kernel(
     b = tl.program_id(0)
     slot = tl.load(slots_ptr + b)
     at = tl.arange(0, BLOCK)
-    drafted = tl.load(drafts_ptr + slot * K + at - 1, mask=(at > 0) & (at <= K), other=0)
+    drafted = tl.load(drafts_ptr + slot * KEPT + at - 1, mask=(at > 0) & (at <= K), other=0)
     tokens = tl.where(at == 0, tl.load(token_ptr + slot), drafted)
     tl.store(tokens_ptr + b * (K + 1) + at, tl.maximum(tokens, 0), mask=at <= K)
     tl.store(first_ptr + b, tl.load(length_ptr + slot))
@@ -112,7 +117,7 @@ def _begin_rows_kernel(
 
 
 def begin_rows_inputs(b: int, k: int, width: int, device: str) -> dict[str, object]:
-    """Inputs that the test and the bench share; the last draft of every second slot is missing."""
+    """Inputs that the test and the bench share: slots hold a draft more than k, and every second one lacks its last."""
     make = torch.Generator(device).manual_seed(0)
 
     def rand(high: int, *shape: int) -> Tensor:
@@ -121,10 +126,10 @@ def begin_rows_inputs(b: int, k: int, width: int, device: str) -> dict[str, obje
     state = SlotState(
         rand(1000, b + 2),
         rand(500, b + 2),
-        rand(1000, b + 2, k),
+        rand(1000, b + 2, k + 1),
         rand(k + 2, b + 2),
         rand(k + 1, b + 2),
         rand(1000, b + 2, width),
     )
-    state.drafts[::2, -1:] = -1
-    return {"state": state, "slots": torch.randperm(b + 2, generator=make, device=device)[:b]}
+    state.drafts[::2, max(0, k - 1) :] = -1
+    return {"state": state, "slots": torch.randperm(b + 2, generator=make, device=device)[:b], "k": k}

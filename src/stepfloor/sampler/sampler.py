@@ -13,7 +13,8 @@ target's noise and accepted while they equal the target's draw, so that the text
 Source: architecture of vLLM's V1 sampler for the meaning of each setting; the kernels name their papers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -71,6 +72,7 @@ class Sampler:
         self._forced_accept = forced_accept
         self._device = torch.device(device)
         self._stages: dict[int, frozenset[Stage]] = {}  # of each assigned slot
+        self._as_if: frozenset[Stage] | None = None
 
         self._settings = torch.zeros((max_num_seqs + 1, _WORDS), dtype=torch.int64, device=self._device)
         columns = _columns(self._settings)
@@ -91,7 +93,16 @@ class Sampler:
         A graph captured under one set serves any batch that needs no more. Slots that do not use a stage get the
         same bits with it and without it.
         """
-        return frozenset().union(*self._stages.values())
+        return self._as_if if self._as_if is not None else frozenset().union(*self._stages.values())
+
+    @contextmanager
+    def as_if(self, stages: frozenset[Stage]) -> Generator[None]:
+        """Do what these stages ask for, whoever is assigned: a graph is captured before its requests come."""
+        self._as_if = stages
+        try:
+            yield
+        finally:
+            self._as_if = None
 
     def assign(
         self, slot: int, params: SamplingParams, prompt_ids: Sequence[int], output_ids: Sequence[int] = ()

@@ -8,7 +8,7 @@ request that held the slot when the step was queued.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from stepfloor.cache.pages import PageAllocator
@@ -23,6 +23,7 @@ class Running:
     serial     of its joining; a request id may come back while a step of its last use is still under way
     prefilled  prompt tokens queued so far; delivered  tokens delivered so far
     in_flight  steps queued that will give this sequence at least one token each
+    proposed   drafts that the last of them proposes
     turn       of its next prompt chunk: the lowest goes first
     """
 
@@ -34,6 +35,7 @@ class Running:
     prefilled: int = 0
     delivered: int = 0
     in_flight: int = 0
+    proposed: int = 0
 
 
 class Scheduler:
@@ -41,10 +43,11 @@ class Scheduler:
 
     max_num_seqs   slots, numbered from 0 (the one after the last is scratch)
     num_pages      pages, page 0 (scratch) included; page_tokens  tokens per page
-    spec_tokens    drafts per step; chunk_tokens  longest prompt chunk
+    spec_tokens    drafts per step at most; chunk_tokens  longest prompt chunk
     max_model_len  prompt and output together, in tokens
     max_queued     requests that may wait for a slot; None: any number
     vocab_size     an id that is not below it came from a fault; None: ids are not checked
+    drafts         of a step in which so many sequences decode; None: always spec_tokens
     """
 
     def __init__(
@@ -57,11 +60,13 @@ class Scheduler:
         max_model_len: int,
         max_queued: int | None = None,
         vocab_size: int | None = None,
+        drafts: Callable[[int], int] | None = None,
     ) -> None:
         self.page_tokens = page_tokens
         self.max_queued = max_queued
         self.vocab_size = vocab_size
         self.spec_tokens = spec_tokens
+        self.drafts = drafts or (lambda sequences: spec_tokens)
         self.chunk_tokens = chunk_tokens
         self.max_model_len = max_model_len
         self.allocator = PageAllocator(num_pages)
@@ -143,9 +148,15 @@ class Scheduler:
             owners.append((sequence.slot, sequence.serial))
         wanted = ((slot, self.running[slot].request.logprobs) for slot, _ in owners)
         logprobs = tuple((slot, count) for slot, count in wanted if count is not None)
+        spec_tokens = self.drafts(max(1, len(decodes))) if owners else 0
+        verified = tuple(min(self.running[slot].proposed, spec_tokens) for slot in decodes)
+        for slot, _ in owners:
+            self.running[slot].proposed = spec_tokens
         leaves = tuple(self.left)
         self.left.clear()
-        return Batch(leaves, tuple(joins), tuple(chunks), tuple(decodes), tuple(owners), logprobs)
+        return Batch(
+            leaves, tuple(joins), tuple(chunks), tuple(decodes), spec_tokens, verified, tuple(owners), logprobs
+        )
 
     def commit(self, batch: Batch, emitted: Mapping[int, Sequence[int]]) -> list[Delivery]:
         """Take the results of a step, slot -> ids; stop ids and limits are applied here, token by token."""

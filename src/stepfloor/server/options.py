@@ -44,10 +44,16 @@ def json_strings(flag: str, text: str) -> tuple[str, ...]:
     return tuple(value)
 
 
-def spec_tokens(given: int | None, speculative: str | None, has_drafter: bool) -> int:
-    """Drafts a step, from --spec-tokens, --speculative-config or neither (3 where the checkpoint can draft)."""
+def speculation(
+    given: int | None, speculative: str | None, has_drafter: bool
+) -> tuple[int, tuple[tuple[int, int, int], ...]]:
+    """Drafts a step, from --spec-tokens, --speculative-config or neither (3 where the checkpoint can draft).
+
+    Also the ranges of sequences with fewer: num_speculative_tokens_per_batch_size, [lowest, highest, drafts] each.
+    """
     config = json_object("--speculative-config", speculative)
-    unknown = sorted(set(config) - {"method", "num_speculative_tokens", "model", "draft_sample_method"})
+    known = {"method", "num_speculative_tokens", "num_speculative_tokens_per_batch_size", "model"}
+    unknown = sorted(set(config) - known - {"draft_sample_method"})
     if unknown:
         raise UserError(f"--speculative-config: {', '.join(unknown)} is not supported; leave it out")
     if (method := config.get("method", "mtp")) not in ("mtp", "qwen4_exp_mtp"):
@@ -60,7 +66,16 @@ def spec_tokens(given: int | None, speculative: str | None, has_drafter: bool) -
     if given is not None and count is not None and given != count:
         raise UserError(f"--spec-tokens is {given} and --speculative-config says {count}; pass one of them")
     chosen = given if given is not None else count
-    return (3 if has_drafter else 0) if chosen is None else chosen
+    ranges = config.get("num_speculative_tokens_per_batch_size") or []
+    if not isinstance(ranges, list) or not all(
+        isinstance(item, list) and len(item) == 3 and all(type(number) is int for number in item) for item in ranges
+    ):
+        raise UserError(
+            "--speculative-config: num_speculative_tokens_per_batch_size must be a list of [lowest, highest, drafts], "
+            f"like [[1, 4, 3], [5, 16, 1]]; got {ranges!r}"
+        )
+    most = (3 if has_drafter else 0) if chosen is None else chosen
+    return most, tuple((low, high, drafts) for low, high, drafts in ranges)
 
 
 def sampling_defaults(checkpoint: Checkpoint, source: str, override: str | None) -> dict[str, float]:

@@ -3,9 +3,10 @@
 Everything a step needs to know about a sequence is on the device, by slot; the host sends integers when a sequence
 joins and reads the emitted ids. A prompt's last chunk ends like a step whose rows were all accepted.
 
-On a GPU the decode part of a step is one captured graph for each number of sequences (BUCKETS); slots that a batch
-leaves free point at the padding slot. The host queues a step, then reads the ids of the step before. Sequences with a
-mask or whose log-probabilities are wanted decode behind the graph, kernel by kernel, in a pass of their own.
+On a GPU the decode part of a step is one captured graph for each number of sequences (BUCKETS), of drafts, and for what
+the sampler may have to do (STAGE_SETS), all captured at the start. Slots that a batch leaves free point at the padding
+slot. The host queues a step, then reads the ids of the step before. Sequences with a mask or whose log-probabilities
+are wanted decode behind the graph, kernel by kernel, in a pass of their own.
 """
 
 import logging
@@ -29,6 +30,13 @@ from stepfloor.sampler.sampler import Sampler, Stage
 logger = logging.getLogger(__name__)
 
 BUCKETS = (1, 2, 4, 8, 16)
+# A batch runs under the first of these that does all it needs: greedy, sampled, sampled among the likeliest, anything.
+STAGE_SETS: tuple[frozenset[Stage], ...] = (
+    frozenset(),
+    frozenset({"noise"}),
+    frozenset({"noise", "filters"}),
+    frozenset({"noise", "filters", "bias", "penalties"}),
+)
 _POLL_S = 20e-6
 
 
@@ -103,9 +111,9 @@ class DecodeGraph:
 
 @dataclass(slots=True)
 class Graphs:
-    """Decode graphs by number of sequences and by what the sampler does; they share one memory pool."""
+    """Decode graphs by number of sequences, of drafts, and by what the sampler does; they share one memory pool."""
 
-    made: dict[tuple[int, frozenset[Stage]], DecodeGraph] = field(default_factory=dict)
+    made: dict[tuple[int, int, frozenset[Stage]], DecodeGraph] = field(default_factory=dict)
     pool: Any = None
 
 
@@ -115,12 +123,18 @@ class Step:
     state  what begin_rows reads of each slot and commit_rows leaves there
     """
 
-    def __init__(self, model: Model, sampler: Sampler, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        model: Model,
+        sampler: Sampler,
+        config: EngineConfig,
+        stage_sets: Sequence[frozenset[Stage]] = STAGE_SETS,
+    ) -> None:
+        """Allocate all slots; on a GPU capture graphs for these of STAGE_SETS, the others at their first use."""
         self.model = model
         self.sampler = sampler
         self.config = config
         self.cache = allocate(model.config, config, model.embedding.dtype)
-        self.k = config.spec_tokens
         self.on_gpu = model.embedding.is_cuda
         self.device = model.embedding.device
         slots = config.max_num_seqs + 1
@@ -131,7 +145,7 @@ class Step:
         self.state = SlotState(
             token=integers(slots),
             length=integers(slots),
-            drafts=integers(slots, self.k),
+            drafts=integers(slots, config.spec_tokens),
             pending=integers(slots),
             rejected=integers(slots),
             history=integers(slots, model.config.ngram_size - 1),
@@ -141,7 +155,7 @@ class Step:
         self._logprobs: list[Report] = []
         self.graphs = Graphs()
         if self.on_gpu:
-            self._warm_up()
+            self._warm_up(stage_sets)
 
     @torch.inference_mode()
     def run(self, batch: Batch, masks: Mapping[int, Tensor] = NO_MASKS) -> StepOutput:
@@ -160,72 +174,79 @@ class Step:
             self._join(join)
         reports: list[Report] = []
         for chunk in batch.chunks:
-            token = self._prefill(chunk)
+            token = self._prefill(chunk, batch.spec_tokens)
             if token is not None:
                 report = torch.cat((token[:, None], torch.zeros_like(token)[:, None]), 1)
                 reports.append(self._to_host((chunk.slot,), report))
         if batch.decodes:
             apart = tuple(slot for slot in batch.decodes if slot in masks or slot in self._wanted)
             together = tuple(slot for slot in batch.decodes if slot not in apart) if self.on_gpu else batch.decodes
+            k = batch.spec_tokens
             if together:
-                reports.append(self._to_host(together, self._run_decodes(together)))
+                reports.append(self._to_host(together, self._run_decodes(together, k)))
             if apart and self.on_gpu:
-                reports.append(self._to_host(apart, self._decode(self._tensor(apart), apart)))
+                reports.append(self._to_host(apart, self._decode(self._tensor(apart), k, apart)))
         masked = tuple(slot for slot, _ in batch.owners if slot in masks)
         drafts = (self._to_host(masked, self.state.drafts[self._tensor(masked)]),) if masked else ()
         return StepOutput(tuple(reports), drafts, tuple(self._logprobs))
 
-    def _run_decodes(self, decodes: tuple[int, ...]) -> Tensor:
+    def _run_decodes(self, decodes: tuple[int, ...], k: int) -> Tensor:
         """Queue the decode part for these slots, captured where it can be; its report."""
         if not self.on_gpu:
-            return self._decode(self._tensor(decodes), decodes)
+            return self._decode(self._tensor(decodes), k, decodes)
         size = bucket(len(decodes), self.config.max_num_seqs)
         slots = decodes + (self.sampler.padding_slot,) * (size - len(decodes))
         if self.config.enforce_eager:
-            return self._decode(self._tensor(slots))
-        captured = self._graph(size)
+            return self._decode(self._tensor(slots), k)
+        captured = self._graph(size, k)
         if captured.loaded != slots:
             captured.slots.copy_(self._tensor(slots))
             captured.loaded = slots
         captured.graph.replay()
         return captured.report
 
-    def _warm_up(self) -> None:
+    def _warm_up(self, stage_sets: Sequence[frozenset[Stage]]) -> None:
         """Run each graph's work once and capture it, all rows padding, so that no request waits for that."""
         begin = time.perf_counter()
-        sizes = sorted({bucket(count, self.config.max_num_seqs) for count in range(1, self.config.max_num_seqs + 1)})
-        for size in reversed(sizes):  # the largest first: the others fit in its memory
-            if self.config.enforce_eager:
-                with torch.inference_mode():
-                    self._decode(self._tensor((self.sampler.padding_slot,) * size))
-            else:
-                self._graph(size)
+        shapes = decode_shapes(self.config)
+        for size, k in sorted(shapes, key=lambda shape: -shape[0] * (shape[1] + 1)):  # the others fit in its memory
+            for stages in stage_sets:
+                with self.sampler.as_if(stages):
+                    if self.config.enforce_eager:
+                        with torch.inference_mode():
+                            self.sampler.prepare(stages)
+                            self._decode(self._padding(size), k)
+                    else:
+                        self.graphs.made[size, k, stages] = self._capture(size, k, stages)
         torch.cuda.synchronize(self.device)
-        how = "ran" if self.config.enforce_eager else "captured"
-        logger.info("%s decode steps of %s sequences in %.1f s", how, sizes, time.perf_counter() - begin)
+        how, seconds = "ran" if self.config.enforce_eager else "captured", time.perf_counter() - begin
+        logger.info("%s %d kinds of decode steps in %.1f s", how, len(shapes) * len(stage_sets), seconds)
 
-    def _graph(self, size: int) -> DecodeGraph:
-        """The graph for so many sequences and what the sampler has to do now; captured at its first use."""
+    def _graph(self, size: int, k: int) -> DecodeGraph:
+        """The graph for so many sequences and drafts, and for all that the sampler has to do now."""
         stages = self.sampler.stages
-        made = self.graphs.made.get((size, stages))
-        if made is None:
-            made = self.graphs.made[size, stages] = self._capture(size)
-            if stages:
-                logger.info("captured a decode step of %d sequences with %s", size, ", ".join(sorted(stages)))
+        for captured in STAGE_SETS:
+            if stages <= captured and (made := self.graphs.made.get((size, k, captured))) is not None:
+                return made
+        made = self.graphs.made[size, k, stages] = self._capture(size, k, stages)
+        logger.info("captured a decode step of %d sequences with %s", size, ", ".join(sorted(stages)))
         return made
 
     @torch.inference_mode()
-    def _capture(self, size: int) -> DecodeGraph:
-        self.sampler.prepare(self.sampler.stages)
-        slots = torch.full((size,), self.sampler.padding_slot, dtype=torch.int64, device=self.device)
-        # eagerly first, on the padding slot: kernels are loaded and libraries make their workspaces
-        self._decode(slots)
+    def _capture(self, size: int, k: int, stages: frozenset[Stage]) -> DecodeGraph:
+        self.sampler.prepare(stages)
+        slots = self._padding(size)
+        # eagerly first: kernels are loaded and libraries make their workspaces
+        self._decode(slots, k)
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.graphs.pool):
-            report = self._decode(slots)
+            report = self._decode(slots, k)
         self.graphs.pool = graph.pool()
         return DecodeGraph(graph, slots, report, tuple([self.sampler.padding_slot] * size))
+
+    def _padding(self, size: int) -> Tensor:
+        return torch.full((size,), self.sampler.padding_slot, dtype=torch.int64, device=self.device)
 
     def _join(self, join: Join) -> None:
         slot, state = join.slot, self.state
@@ -237,8 +258,8 @@ class Step:
         state.pending[slot] = 0
         state.rejected[slot] = 0
 
-    def _prefill(self, chunk: Chunk) -> Tensor | None:
-        """Run a prompt chunk; at the prompt's end draw the first token [1] and draft after it."""
+    def _prefill(self, chunk: Chunk, k: int) -> Tensor | None:
+        """Run a prompt chunk; at the prompt's end draw the first token [1] and k drafts after it."""
         model, state, slots = self.model, self.state, self._tensor((chunk.slot,))
         tokens = self._tensor(chunk.token_ids)[None]
         first = self._tensor((chunk.start,))
@@ -261,21 +282,21 @@ class Step:
             shifted = torch.cat((tokens[:, 1:], following[None]), 1)
             residual, hidden = model.draft(model.drafter, residual, shifted, rows, self.cache)
             if token is not None:
-                self._draft(slots, state.length[slots], residual[-1:], hidden[-1:])
+                self._draft(slots, state.length[slots], residual[-1:], hidden[-1:], k)
         return token
 
-    def _decode(self, slots: Tensor, numbers: Sequence[int] = ()) -> Tensor:
-        """Verify k + 1 rows of each slot, commit what was accepted, draft again.
+    def _decode(self, slots: Tensor, k: int, numbers: Sequence[int] = ()) -> Tensor:
+        """Verify k + 1 rows of each slot, commit what was accepted, draft k tokens again.
 
         numbers  the slots as the host knows them, where masks and log-probabilities are looked at; never in a graph
         Returns the report [B, k + 2]: emitted ids, then how many of them are accepted drafts.
         """
         model, state = self.model, self.state
-        tokens, first, pending, rejected, history = begin_rows(state, slots)
+        tokens, first, pending, rejected, history = begin_rows(state, slots, k)
         # a plain kernel, which starts when all before it has ended and lets nothing start earlier: what follows may
         # read slots and pending at once (the gather of drafts is no kernel where there are no drafts)
         positions = first + 1
-        drafts = state.drafts[slots]
+        drafts = state.drafts[slots, :k]
         rows = Rows(tokens, slots, first, pending, rejected, history, chunk=False, settled=True)
         residual, hidden = model.target(rows, self.cache)
         logits = model.logits(hidden).unflatten(0, tokens.shape)
@@ -299,11 +320,11 @@ class Step:
         )
         if model.drafter is not None:
             residual, hidden = model.draft(model.drafter, residual, following, rows, self.cache)
-            self._draft(slots, positions + accepted, residual[last], hidden[last])
+            self._draft(slots, positions + accepted, residual[last], hidden[last], k)
         return report
 
-    def _draft(self, slots: Tensor, length: Tensor, residual: Tensor, hidden: Tensor) -> None:
-        """Propose k tokens after the newest one, whose positions are length [B].
+    def _draft(self, slots: Tensor, length: Tensor, residual: Tensor, hidden: Tensor, k: int) -> None:
+        """Propose k tokens after the newest one, whose positions are length [B]; a slot's other drafts become -1.
 
         residual [B, S D] and hidden [B, D] are the drafter's at the row before the newest token. Each further pass
         is one row, whose keys and values are provisional: the next step's first pass writes those positions again.
@@ -312,8 +333,9 @@ class Step:
         if drafter is None:
             raise RuntimeError("drafting without a drafter")
         nothing = torch.zeros_like(slots)
-        drafts = slots.new_empty((slots.shape[0], self.k))
-        for j in range(self.k):
+        # a step that verifies more than this one proposes finds -1 behind them
+        drafts = slots.new_full((slots.shape[0], self.config.spec_tokens), -1)
+        for j in range(k):
             if j:
                 previous = drafts[:, j - 1 : j].clamp(min=0)
                 # a pass of one row without history: the drafter has no n-gram layer
@@ -360,6 +382,12 @@ class Step:
         """Integers on the device, without waiting for what is queued there."""
         made = torch.tensor(values, dtype=torch.int64)
         return made.pin_memory().to(self.device, non_blocking=True) if self.on_gpu else made
+
+
+def decode_shapes(config: EngineConfig) -> set[tuple[int, int]]:
+    """Sequences of a graph, and drafts, of every decode step there can be."""
+    limit = config.max_num_seqs
+    return {(bucket(count, limit), config.drafts(count)) for count in range(1, limit + 1)}
 
 
 def bucket(count: int, max_num_seqs: int) -> int:

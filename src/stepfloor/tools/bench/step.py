@@ -199,7 +199,7 @@ def _measure(
     stripped = model if k else replace(model, drafter=None)
 
     def engine(of: Model) -> Engine:
-        return Engine(checkpoint, config, model=of, forced_accept=forced)
+        return Engine(checkpoint, config, model=of, forced_accept=forced, stage_sets=(frozenset(),))
 
     timed = engine(stripped)
     marks = list(_steps(timed, plan, sequences, k, context, forced))
