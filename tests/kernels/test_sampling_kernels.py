@@ -338,6 +338,21 @@ def test_windows_are_the_references(b: int, k: int, vocab_size: int) -> None:
     assert alone[1][0] == together[1][b - 1]
 
 
+def test_slots_may_hold_more_drafts_than_are_judged() -> None:
+    """Of slots that hold four, a step that verifies two reads the first two, not every other slot."""
+    inputs: dict[str, Any] = accept_drafts_inputs(5, 2, 211, DEVICE)
+    wanted = accept_drafts_triton(**inputs)
+    few = inputs["proposals"]
+    inputs["proposals"] = Proposals(
+        *(torch.cat((t, t.new_full(t.shape, float("nan"))), 1) for t in (few.logits, few.scale))
+    )
+    for ours, reference, wanted_part in zip(
+        accept_drafts_triton(**inputs), accept_drafts_reference(**inputs), wanted, strict=True
+    ):
+        assert torch.equal(ours, wanted_part)
+        assert torch.equal(reference, wanted_part)
+
+
 @pytest.mark.parametrize(("b", "vocab_size"), [(4, 2100), pytest.param(16, REAL, marks=BIG)])
 def test_raw_windows_are_the_references(b: int, vocab_size: int) -> None:
     inputs = window_inputs(b, 3, vocab_size)
