@@ -2,10 +2,10 @@
 
     PYTHONPATH=src python3 -m benchmarks.delta_many [--json FILE]
 
-Right first: every form has the fused kernel's bits (outputs, states, kept rows), settled and not, in a graph that restores
-what a step rewrites and repeats it; and the fused kernel is as near to the reference as benchmarks.delta_net wants it.
-Then times: what a form adds to the chain in-projection, delta net, out-projection of some layers, and a row of calls.
-What differs from the fused kernel gets no times, and the exit status is 1.
+Right first: every form has the fused kernel's bits (outputs, states, kept rows), settled and not, in a graph that
+restores what a step rewrites and repeats it; and the fused kernel is as near to the reference as benchmarks.delta_net
+wants it. Then times: what a form adds to the chain in-projection, delta net, out-projection of some layers, and a row
+of calls. What differs from the fused kernel gets no times, and the exit status is 1.
 """
 
 import argparse

@@ -57,7 +57,7 @@ CASES: dict[str, list[DeltaPlan | SplitPlan]] = {
         replace(NARROW, early=3),
         replace(NARROW, parts=1),
         SplitPlan(NARROW, ring=1, settled=True),
-        SplitPlan(NARROW, ring=3, settled=False),
+        SplitPlan(NARROW, ring=3, settled=True),
     ],
     "two value heads a key head": [
         GROUPED,
