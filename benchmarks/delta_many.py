@@ -183,10 +183,12 @@ def time_shape(
     chain(None)
     graphs = {"without": capture(lambda: chain(None))}
     row_graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    alive: list[list[Queue]] = []  # with their scratch: a capture gives memory that nobody holds back to the driver
     for form in (*FORMS, *UNSETTLED, ROWS_ONLY):
         if not form.fits(rows, rows):
             continue
         queues = [queue_of(form, layer, rows, mixed, cache_dir) for layer in layers]
+        alive.append(queues)
         chain(queues)
         torch.cuda.synchronize()
         graphs[form.name] = capture(lambda queues=queues: chain(queues))

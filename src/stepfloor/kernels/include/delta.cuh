@@ -1,4 +1,4 @@
-// What the delta net kernel adds to stream.cuh: bf16 pairs, products that are never contracted, exchanges inside a warp,
+// What the delta net's kernels add to stream.cuh: bf16 pairs, products that are never contracted, exchanges inside a warp,
 // a cluster barrier in two halves. Source: PTX ISA 9.0; compute capability 9.0 and later.
 #pragma once
 
@@ -52,7 +52,7 @@ DEVICE float root(float a) { return __fsqrt_rn(a); }
 
 DEVICE float low_half(u32 pair) { return __uint_as_float(pair << 16); }
 DEVICE float high_half(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
-// By the conversion of a pair: that of one value has a quarter of its rate.
+// By the conversion of a pair, whose upper half is where a float has its bits.
 DEVICE float rounded(float value) { return __uint_as_float(to_pair(0.0f, value)); }
 
 // ------------------------------------------------------------------ warp and cluster
