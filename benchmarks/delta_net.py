@@ -28,7 +28,7 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +40,12 @@ from stepfloor.kernels._delta import prepare
 from stepfloor.kernels._jit import compile_cuda, device_arch
 from stepfloor.kernels._torch import delta_rows, delta_rule
 from stepfloor.kernels.gdn_decode import (
-    Choice,
     DeltaPlan,
     gdn_decode_inputs,
     gdn_decode_reference,
     gdn_decode_triton,
     launch_for,
     pack_arguments,
-    planned,
 )
 from stepfloor.kernels.gdn_prefill import (
     PLAN,
@@ -67,34 +65,17 @@ ROTATED_BYTES = 250e6  # four times the L2
 TIMED = [(1, 1, 1), (4, 1, 1), (16, 1, 1), (1, 4, 3), (4, 4, 3), (16, 4, 3)]
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A plan to be timed; `clusters` bounds those of a launch, so that rounds follow from the sequences."""
-
-    plan: DeltaPlan
-    clusters: int | None = None
-
-    def at(self, sequences: int, rows: int, kept: int) -> DeltaPlan:
-        """The plan of a shape."""
-        choice = Choice(1, self.plan.parts, self.plan.early, self.clusters)
-        return planned(replace(self.plan, rows=rows, kept=kept), choice, sequences)
+def several(early: int, *plans: tuple[int, int]) -> list[DeltaPlan]:
+    """Plans of (columns, parts) to be timed."""
+    return [replace(BASE, cols=c, parts=p, early=early) for c, p in plans]
 
 
-def several(early: int, *plans: tuple[int, int, int | None]) -> list[Candidate]:
-    """Candidates of (columns, parts, clusters)."""
-    return [Candidate(replace(BASE, cols=c, parts=p, early=early), clusters) for c, p, clusters in plans]
-
-
-# two blocks a multiprocessor are 88 clusters of three; 86 leave no last round half empty at 16 sequences
-FAMILIES: dict[str, list[Candidate]] = {
-    "as before": several(1, (16, 2, None), (16, 1, None)),
-    "state before the wait": several(2, (16, 1, None), (8, 1, None)),
-    "replay before the wait": several(3, (16, 1, None), (16, 2, None)),
-    "replay before the wait, 8 columns": several(3, (8, 1, None), (8, 2, None)),
-    "32 columns": several(1, (32, 1, None)) + several(3, (32, 1, None)),
-    "queued": several(1, (16, 1, 86), (16, 1, 64)),
-    "queued, replay before the wait": several(3, (16, 1, 86), (16, 1, 43)),
-    "queued, 8 columns": several(3, (8, 1, 43)),
+FAMILIES: dict[str, list[DeltaPlan]] = {
+    "as before": several(1, (16, 2), (16, 1)),
+    "state before the wait": several(2, (16, 1), (8, 1)),
+    "replay before the wait": several(3, (16, 1), (16, 2)),
+    "replay before the wait, 8 columns": several(3, (8, 1), (8, 2)),
+    "32 columns": several(1, (32, 1)) + several(3, (32, 1)),
 }
 PREFILL_ROWS = (512, 2048, 8192)
 PREFILL_PLANS = [
@@ -284,18 +265,11 @@ def name_of(plan: DeltaPlan) -> str:
     return f"{plan.cols} columns, {plan.parts} blocks, early {plan.early}"
 
 
-def candidate_name(candidate: Candidate) -> str:
-    """A candidate in the table."""
-    bound = "" if candidate.clusters is None else f", {candidate.clusters} clusters"
-    return name_of(candidate.plan) + bound
-
-
 def compile_all(cache_dir: Path, device: torch.device) -> None:
     """Fill the cache from several processes; what does not compile is named and left out by its check."""
-    every = [candidate for family in FAMILIES.values() for candidate in family]
-    wanted = {c.at(sequences, rows, rows) for c in every for sequences, rows, _ in TIMED}
-    wanted |= {checked(c, sequences, rows) for c in every for sequences in (2, 3, 16) for rows in CHECKED_ROWS}
-    # rounds is no macro but for whether there is more than one
+    every = [plan for family in FAMILIES.values() for plan in family]
+    wanted = {replace(plan, rows=rows, kept=rows) for plan in every for _, rows, _ in TIMED}
+    wanted |= {checked(plan, rows) for plan in every for rows in CHECKED_ROWS}
     distinct = {tuple(plan.macros().items()): plan for plan in wanted}
     jobs = [(plan, device_arch(device), cache_dir) for plan in sorted(distinct.values(), key=str)]
     spawn = multiprocessing.get_context("spawn")  # a forked child would share the CUDA context
@@ -351,10 +325,9 @@ def check_all(cache_dir: Path) -> list[str]:
 CHECKED_ROWS = (1, 4)
 
 
-def checked(candidate: Candidate, sequences: int, rows: int) -> DeltaPlan:
-    """The plan a candidate is checked with: if it is queued, with rounds at any number of sequences."""
-    bound = None if candidate.clusters is None else min(candidate.clusters, 11 * sequences)
-    return replace(candidate, clusters=bound).at(sequences, rows, CHECK_KEPT)
+def checked(plan: DeltaPlan, rows: int) -> DeltaPlan:
+    """The plan a candidate is checked with."""
+    return replace(plan, rows=rows, kept=CHECK_KEPT)
 
 
 def check_family(family: str, cache_dir: Path, device: torch.device) -> int:
@@ -362,14 +335,13 @@ def check_family(family: str, cache_dir: Path, device: torch.device) -> int:
     faulthandler.dump_traceback_later(60, exit=True)
     problems: list[str] = []
     digests: dict[int, str] = {}
-    for candidate in FAMILIES[family]:
-        plan = candidate.plan
+    for plan in FAMILIES[family]:
         digest = hashlib.sha256()
         for rows in CHECKED_ROWS:
             for sequences in (2, 16):
-                problems += check_step(candidate, sequences, rows, cache_dir, device)
-        problems += check_text(candidate, cache_dir, device, digest)
-        problems += check_repeats(checked(candidate, 16, 4), cache_dir, device)
+                problems += check_step(checked(plan, rows), sequences, cache_dir, device)
+        problems += check_text(plan, cache_dir, device, digest)
+        problems += check_repeats(checked(plan, 4), cache_dir, device)
         if digests.setdefault(plan.cols, digest.hexdigest()) != digest.hexdigest():
             problems.append(f"{name_of(plan)}: other bits than the family's first plan")
     for problem in problems[:8]:
@@ -428,9 +400,8 @@ def rule_bound(rows: int, largest: float) -> float:
     return rows * (2 * SIZES[2] + 8) * UNIT * largest
 
 
-def check_step(candidate: Candidate, sequences: int, rows: int, cache_dir: Path, device: torch.device) -> list[str]:
+def check_step(plan: DeltaPlan, sequences: int, cache_dir: Path, device: torch.device) -> list[str]:
     """One step against the reference, each sequence alone, and its first row alone."""
-    plan = checked(candidate, sequences, rows)
     inputs = model_inputs(sequences, plan.rows, plan.kept, device)
     wanted, ours = copied(inputs), copied(inputs)
     reference = gdn_decode_reference(**wanted)
@@ -459,7 +430,7 @@ def check_step(candidate: Candidate, sequences: int, rows: int, cache_dir: Path,
     for name in ("projected", "slots", "pending"):
         alone[name] = alone[name][last:]
     slot = int(inputs["slots"][last])
-    if not same_bits(run_plan(checked(candidate, 1, rows), alone, cache_dir)[0], output[last]):
+    if not same_bits(run_plan(plan, alone, cache_dir)[0], output[last]):
         found.append("a sequence has other bits alone")
     if not torch.equal(alone["state"][slot], state[slot]):
         found.append("a state has other bits alone")
@@ -469,10 +440,10 @@ def check_step(candidate: Candidate, sequences: int, rows: int, cache_dir: Path,
     return [f"{name_of(plan)}, {sequences} sequences, {plan.rows} rows: {text}" for text in found]
 
 
-def check_text(candidate: Candidate, cache_dir: Path, device: torch.device, digest: "hashlib._Hash") -> list[str]:
+def check_text(plan: DeltaPlan, cache_dir: Path, device: torch.device, digest: "hashlib._Hash") -> list[str]:
     """60 windows of 4 rows, 1 to 4 of them accepted, beside plain decoding with one row; and beside float64."""
-    draw, sequences, windows, width, plan = random.Random(1), 3, 60, 4, candidate.plan
-    wide, narrow = (checked(candidate, sequences, rows) for rows in (width, 1))
+    draw, sequences, windows, width = random.Random(1), 3, 60, 4
+    wide, narrow = (checked(plan, rows) for rows in (width, 1))
     speculating = model_inputs(sequences, width, CHECK_KEPT, device)
     for name in ("state", "raw_rows"):
         speculating[name].zero_()
@@ -607,8 +578,8 @@ def time_shape(
     copy()
     graphs = {"state alone, by torch": capture(copy)}
     packed = [pack_arguments(*layer.values(), out, layer["raw_rows"], layer["gate_rows"]) for layer in per_layer]
-    for candidate in usable(passed, sequences):
-        launch = launch_for(candidate.at(sequences, rows, rows), sequences, device, options.cache_dir)
+    for plan in usable(passed):
+        launch = launch_for(replace(plan, rows=rows, kept=rows), sequences, device, options.cache_dir)
 
         def run(launch: Callable[[bytes], None] = launch) -> None:
             for arguments in packed:
@@ -617,7 +588,7 @@ def time_shape(
         torch.cuda.synchronize()
         run()
         torch.cuda.synchronize()
-        graphs[candidate_name(candidate)] = capture(run)
+        graphs[name_of(plan)] = capture(run)
     floor_us = roofline_bytes.gdn_decode(sequences, rows, *SIZES, 4) / options.bandwidth * 1e6
     times = medians_us(graphs, layers, options.rounds)
     torch.cuda.empty_cache()
@@ -635,10 +606,9 @@ def time_shape(
     ]
 
 
-def usable(passed: list[str], sequences: int) -> list[Candidate]:
-    """What passed; queued plans only where they have rounds, for without they are others of the list."""
-    every = [candidate for family in passed for candidate in FAMILIES[family]]
-    return [c for c in every if c.clusters is None or c.clusters < sequences * SIZES[0]]
+def usable(passed: list[str]) -> list[DeltaPlan]:
+    """What passed."""
+    return [plan for family in passed for plan in FAMILIES[family]]
 
 
 def time_chain(
@@ -670,7 +640,7 @@ def time_chain(
         mixed = x.new_empty((sequences * rows, width))
 
         def run(
-            candidate: Candidate | None,
+            candidate: DeltaPlan | None,
             x: Tensor = x,
             projected: Tensor = projected,
             mixed: Tensor = mixed,
@@ -684,7 +654,8 @@ def time_chain(
                     stream_product(projected[:, :width], back[i], x)
                     continue
                 layer = per_layer[i]
-                launch = launch_for(candidate.at(sequences, rows, rows), sequences, device, options.cache_dir)
+                plan = replace(candidate, rows=rows, kept=rows)
+                launch = launch_for(plan, sequences, device, options.cache_dir)
                 launch(pack_arguments(*layer.values(), mixed, layer["raw_rows"], layer["gate_rows"]))
                 stream_product(mixed, back[i], x)
 
@@ -692,10 +663,10 @@ def time_chain(
         work = [x, *(layer[name] for layer in per_layer for name in ("state", "raw_rows", "gate_rows"))]
         initial = [tensor.clone() for tensor in work]
         results: dict[int, list[Tensor]] = {}
-        for candidate in (None, *usable(passed, sequences)):
+        for candidate in (None, *usable(passed)):
             run(candidate)
             torch.cuda.synchronize()
-            name = "without" if candidate is None else candidate_name(candidate)
+            name = "without" if candidate is None else name_of(candidate)
             graphs[name] = capture(lambda candidate=candidate, run=run: run(candidate))
             if candidate is None:
                 continue
@@ -703,10 +674,10 @@ def time_chain(
                 tensor.copy_(first)
             graphs[name].replay()
             result = [tensor.clone() for tensor in work]
-            wanted = results.setdefault(candidate.plan.cols, result)
+            wanted = results.setdefault(candidate.cols, result)
             if not all(torch.equal(ours, first) for ours, first in zip(result, wanted, strict=True)):
                 failed.append(f"{sequences}x{rows} between products: {name}")
-                say(f"FAILED {failed[-1]}: other bits than the first plan of {candidate.plan.cols} columns")
+                say(f"FAILED {failed[-1]}: other bits than the first plan of {candidate.cols} columns")
                 del graphs[name]
         times = medians_us(graphs, layers, options.rounds)
         without = times.pop("without")

@@ -1,4 +1,4 @@
-"""The delta net's decode kernel: which plans can be built, its cubins without a GPU, its results on one."""
+"""The delta net's decode kernels: which plans can be built, their cubins without a GPU, their results on one."""
 
 import random
 from dataclasses import replace
@@ -13,9 +13,12 @@ from stepfloor.kernels import gdn_decode as module
 from stepfloor.kernels._jit import compile_cuda, missing_for_cuda
 from stepfloor.kernels.gdn_decode import (
     MOST_SHARED,
+    SPLIT_FROM,
     Choice,
     DeltaPlan,
+    SplitPlan,
     choose_plan,
+    choose_split,
     gdn_decode,
     gdn_decode_inputs,
     gdn_decode_reference,
@@ -36,9 +39,23 @@ def test_plans_of_the_model() -> None:
         assert {p.cols for p in chosen} == {MODEL.cols}
 
 
+def test_plans_of_many_sequences() -> None:
+    """The model's and the small model's windows all have the two kernels, on a GPU with less shared memory too."""
+    small = replace(MODEL, key_heads=2, heads=4, key_dim=64, value_dim=64)
+    for rows in range(1, 9):
+        for base in (replace(MODEL, rows=rows, kept=rows), replace(small, rows=rows, kept=8)):
+            for limit in (MOST_SHARED, 99 * 1024):
+                split = choose_split(base, 16, True, limit)
+                assert split is not None or (limit < MOST_SHARED and rows > 4)
+                assert split is None or split.state_bytes <= limit
+            assert choose_split(base, SPLIT_FROM - 1, True, MOST_SHARED) is None
+    # a head whose channels no load of a lane covers at once
+    assert choose_split(replace(MODEL, key_dim=96), 16, True, MOST_SHARED) is None
+
+
 @pytest.mark.parametrize(
     "change",
-    [{"key_dim": 80}, {"value_dim": 40}, {"heads": 40}, {"rows": 17, "kept": 17}, {"parts": 16}, {"rounds": 2}],
+    [{"key_dim": 80}, {"value_dim": 40}, {"heads": 40}, {"rows": 17, "kept": 17}, {"parts": 16}],
     ids=str,
 )
 def test_sizes_that_have_no_kernel(change: dict[str, int]) -> None:
@@ -48,9 +65,13 @@ def test_sizes_that_have_no_kernel(change: dict[str, int]) -> None:
 @pytest.mark.skipif(NO_NVRTC is not None, reason=NO_NVRTC or "")
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
 def test_compiles(arch: str, tmp_path: Path) -> None:
-    queued = replace(MODEL, rows=8, kept=8, silu=True, parts=1, early=3, rounds=2)
-    for plan in (MODEL, queued, replace(MODEL, cols=8, parts=2, early=3)):
+    wide = replace(MODEL, rows=8, kept=8, silu=True, parts=1, early=3)
+    for plan in (MODEL, wide, replace(MODEL, cols=8, parts=2, early=3)):
         assert compile_cuda("gdn_decode.cu", plan.macros(), arch, tmp_path).startswith(b"\x7fELF")
+    small = replace(MODEL, key_heads=2, heads=4, key_dim=64, value_dim=64, rows=1, kept=4)
+    for split in (SplitPlan(MODEL, 3, True), SplitPlan(wide, 2, False), SplitPlan(small, 1, True)):
+        assert compile_cuda("gdn_rows.cu", split.row_macros(), arch, tmp_path).startswith(b"\x7fELF")
+        assert compile_cuda("gdn_state.cu", split.state_macros(), arch, tmp_path).startswith(b"\x7fELF")
 
 
 def settled(inputs: dict[str, Any]) -> Tensor:
@@ -92,8 +113,6 @@ def test_against_the_reference(rows: int, sequences: int, activation: str) -> No
         Choice(1, parts=1, early=2),
         Choice(1, parts=1, early=3),
         Choice(1, parts=2, early=3),
-        Choice(1, parts=1, clusters=11),
-        Choice(1, parts=1, early=3, clusters=11),
     ],
     ids=str,
 )
@@ -116,6 +135,34 @@ def test_settled_calls_have_the_same_bits(rows: int, choice: Choice, monkeypatch
         assert_same(copy, wanted[step])
     for name in ("state", "raw_rows", "gate_rows"):
         assert_same(held[name], plain[name])
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize("settled_call", [False, True])
+@pytest.mark.parametrize("sequences", [4, 7, 16])
+@pytest.mark.parametrize("rows", [1, 2, 4, 8])
+def test_two_kernels_have_the_bits_of_one(
+    rows: int, sequences: int, settled_call: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps in a graph: a text must not change when sequences come or go and the other form takes over."""
+    inputs: dict[str, Any] = gdn_decode_inputs(sequences, rows, *SIZES, torch.bfloat16, "cuda")
+    one, two = copied(inputs), copied(inputs)
+    monkeypatch.setattr(module, "SPLIT_FROM", 1000)
+    wanted = [settled(one) for _ in range(10)]
+    monkeypatch.setattr(module, "SPLIT_FROM", 1)
+    gdn_decode(**copied(inputs), settled=settled_call)  # loads the kernels
+    torch.cuda.synchronize()
+    graph, copy = torch.cuda.CUDAGraph(), torch.empty_like(wanted[0])
+    with torch.cuda.graph(graph):
+        copy.fill_(torch.nan)
+        output = gdn_decode(**two, settled=settled_call)
+        copy.copy_(output)
+    for step in range(10):
+        graph.replay()
+        assert_same(copy, wanted[step])
+    for name in ("state", "raw_rows", "gate_rows"):
+        assert_same(two[name], one[name])
 
 
 @pytest.mark.gpu

@@ -1,7 +1,8 @@
-"""`gdn_decode.cu` itself, run on the CPU: a C++ compiler builds it against `host/delta.cuh`, a thread for every lane.
+"""The delta net's CUDA kernels run on the CPU: a C++ compiler builds them against `host/delta.cuh`, a thread a lane.
 
-Guards against wrong addresses, alignment, sizes of shared memory, lanes that meet the wrong rows of the state, and sums
-whose order depends on the batch, the rows or the blocks of a head. Races it does not show.
+Guards against wrong addresses, alignment, sizes of shared memory, lanes that meet the wrong rows of the state, sums
+whose order depends on the batch, the rows or the blocks of a head, and bits that tell the two kernels for many
+sequences from the fused one. Races it does not show.
 """
 
 import ctypes
@@ -17,11 +18,19 @@ import torch
 from torch import Tensor
 
 from stepfloor.kernels import gdn_decode as module
-from stepfloor.kernels.gdn_decode import DeltaPlan, gdn_decode_inputs, gdn_decode_reference, pack_arguments
+from stepfloor.kernels.gdn_decode import (
+    DeltaPlan,
+    SplitPlan,
+    gdn_decode_inputs,
+    gdn_decode_reference,
+    pack_arguments,
+    pack_split_arguments,
+)
 from tests.kernels.compare import assert_rounded_alike, assert_same, assert_within, copied
 from tests.kernels.delta_net import rule_bound
 
 HOST = Path(__file__).parent / "host"
+KERNELS = Path(module.__file__).parent
 COMPILER = shutil.which("g++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to build the kernel for the host")
 
@@ -29,23 +38,30 @@ ENTRY = """
 extern "C" int run(const Arguments* a, const u64* ranges, int count, int blocks, u64 shared_bytes) {
   readable.clear();
   for (int i = 0; i < count; i++) readable.push_back({(const u8*)ranges[2 * i], ranges[2 * i + 1]});
-  return run_grid(blocks, CLUSTER, THREADS, shared_bytes, [=] { gdn_decode_kernel(*a); });
+  return run_grid(blocks, %s, THREADS, shared_bytes, [=] { %s_kernel(*a); });
 }
 """
 # two value heads a key head, fewer rows than can be pending
 WIDE = DeltaPlan(1, 2, 64, 16, 2, 3, False, cols=8, parts=1, early=0)
 NARROW = DeltaPlan(2, 2, 32, 32, 3, 3, True, cols=16, parts=2, early=1)
-CASES = {
+GROUPED = DeltaPlan(1, 2, 64, 32, 2, 4, False, cols=8, parts=2)
+CASES: dict[str, list[DeltaPlan | SplitPlan]] = {
     "a block a head": [
         WIDE,
         replace(WIDE, parts=2, early=2),
         replace(WIDE, parts=2, joined=False),
-        replace(WIDE, early=3, rounds=2),
+        replace(WIDE, early=3),
     ],
     "16 columns a warp": [
         NARROW,
         replace(NARROW, early=3),
-        replace(NARROW, parts=1, rounds=3),
+        replace(NARROW, parts=1),
+        SplitPlan(NARROW, ring=1, settled=True),
+        SplitPlan(NARROW, ring=3, settled=True),
+    ],
+    "two value heads a key head": [
+        GROUPED,
+        SplitPlan(GROUPED, ring=2, settled=False),
     ],
 }
 
@@ -55,14 +71,14 @@ def test_kernel_on_the_host(case: str, tmp_path: Path) -> None:
     """Close to the reference; the same bits from every plan, for each sequence alone, and for fewer rows."""
     plans = CASES[case]
     plan = plans[0]
+    assert isinstance(plan, DeltaPlan)
     inputs = inputs_for(plan, 2)
     wanted = copied(inputs)
     reference = gdn_decode_reference(**wanted)
     first: dict[str, Any] = {}
     for candidate in plans:
-        library = build(candidate, tmp_path)
         ours = copied(inputs)
-        output = run(library, candidate, ours)
+        output = run(candidate, ours, tmp_path)
         compare(output, ours, reference, wanted, plan)
         if first:
             assert_same(output, first["output"])
@@ -71,15 +87,15 @@ def test_kernel_on_the_host(case: str, tmp_path: Path) -> None:
         alone = copied(inputs)
         for name in ("projected", "slots", "pending"):
             alone[name] = inputs[name][1:]
-        assert_same(run(library, candidate, alone)[0], output[1])
+        assert_same(run(candidate, alone, tmp_path)[0], output[1])
         assert_same(alone["state"][2], ours["state"][2])
     shorter = replace(plan, rows=1)
     few = copied(inputs) | {"projected": inputs["projected"][:, :1].contiguous()}
-    assert_same(run(build(shorter, tmp_path), shorter, few), first["output"][:, :1])
+    assert_same(run(shorter, few, tmp_path), first["output"][:, :1])
     # what those rows left behind, replayed: the state of plain decoding
     again = copied(few) | {"pending": torch.ones_like(inputs["pending"])}
     again["projected"] = inputs["projected"][:, 1:2].contiguous()
-    assert_same(run(build(shorter, tmp_path), shorter, again), first["output"][:, 1:2])
+    assert_same(run(shorter, again, tmp_path), first["output"][:, 1:2])
 
 
 def inputs_for(plan: DeltaPlan, sequences: int) -> dict[str, Any]:
@@ -109,40 +125,66 @@ def compare(output: Tensor, ours: dict[str, Any], reference: Tensor, wanted: dic
     assert_rounded_alike(output, reference)
 
 
-def build(plan: DeltaPlan, directory: Path) -> ctypes.CDLL:
-    """The kernel of a plan as a shared library."""
-    text = Path(module.__file__).with_suffix(".cu").read_text(encoding="utf-8")
-    text = re.sub(r"extern __shared__ .*? shared\[\];", "u8* const shared = block_shared;", text) + ENTRY
-    name = f"{plan.cols}{plan.parts}{plan.joined}{plan.early}{plan.rows}{plan.rounds > 1}"
+def build(stem: str, macros: dict[str, int], cluster: str, directory: Path) -> ctypes.CDLL:
+    """A kernel as a shared library."""
+    text = (KERNELS / f"{stem}.cu").read_text(encoding="utf-8")
+    text = re.sub(r"extern __shared__ .*? shared\[\];", "u8* const shared = block_shared;", text)
+    name = stem + "".join(f"-{value}" for value in macros.values())
     source, target = directory / f"{name}.cpp", directory / f"{name}.so"
     if not target.is_file():
-        source.write_text(text, encoding="utf-8")
-        macros = [f"-D{key}={value}" for key, value in plan.macros().items()]
-        options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", "-ffp-contract=off", "-I", str(HOST)]
-        subprocess.run([str(COMPILER), *options, *macros, "-o", str(target), str(source)], check=True)
+        source.write_text(text + ENTRY % (cluster, stem), encoding="utf-8")
+        include = ["-I", str(HOST), "-idirafter", str(KERNELS / "include")]
+        options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", "-ffp-contract=off", *include]
+        defines = [f"-D{key}={value}" for key, value in macros.items()]
+        subprocess.run([str(COMPILER), *options, *defines, "-o", str(target), str(source)], check=True)
     return ctypes.CDLL(str(target))
 
 
-def run(library: ctypes.CDLL, plan: DeltaPlan, inputs: dict[str, Any]) -> Tensor:
+def run(plan: DeltaPlan | SplitPlan, inputs: dict[str, Any], directory: Path) -> Tensor:
     """The kernel's output; rows go to copies where the plan cannot write in place, and come back."""
     assert plan.fits()
+    base = plan.base if isinstance(plan, SplitPlan) else plan
     sequences, rows, columns = inputs["projected"].shape
-    blocks = plan.blocks(sequences)
     # rows begin at multiples of 16 bytes, as the model's do
     held = torch.full((sequences, rows, -(-columns // 8) * 8), torch.nan, dtype=torch.bfloat16)
     held[..., :columns] = inputs["projected"]
     operands = inputs | {"projected": held}
-    out = torch.full((sequences, plan.rows, plan.heads * plan.value_dim), torch.nan, dtype=torch.bfloat16)
-    kept = [inputs["raw_rows"], inputs["gate_rows"]]
-    to = kept if plan.joined else [tensor.clone() for tensor in kept]
-    arguments = ctypes.create_string_buffer(pack_arguments(**operands, out=out, raw_to=to[0], gates_to=to[1]))
+    out = torch.full((sequences, base.rows, base.heads * base.value_dim), torch.nan, dtype=torch.bfloat16)
     c = inputs["constants"]
     tensors = [value for value in operands.values() if isinstance(value, Tensor)]
-    tensors += [*to, c.conv_weight, c.a_log, c.dt_bias, c.norm_weight]
-    ranges = [(t.data_ptr(), t.numel() * t.element_size()) for t in tensors]
-    flat = (ctypes.c_uint64 * (2 * len(ranges)))(*[number for pair in ranges for number in pair])
-    library.run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_uint64]
-    assert library.run(arguments, flat, len(ranges), blocks, plan.shared_bytes) == 0
+    tensors += [c.conv_weight, c.a_log, c.dt_bias, c.norm_weight]
+    kept = [inputs["raw_rows"], inputs["gate_rows"]]
+    if isinstance(plan, SplitPlan):
+        scratch = torch.full((sum(plan.scratch(sequences)),), torch.nan)
+        packed = pack_split_arguments(plan, **operands, out=out, scratch=scratch)
+        call("gdn_rows", plan.row_macros(), "1", packed, [*tensors, scratch], plan.row_blocks(sequences), 0, directory)
+        # as if there were one multiprocessor: with a ring, a block has several units
+        blocks = plan.state_blocks(sequences, 1)
+        macros, shared_bytes = plan.state_macros(), plan.state_bytes
+        call("gdn_state", macros, "1", packed, [*tensors, scratch], blocks, shared_bytes, directory)
+        return out
+    to = kept if plan.joined else [tensor.clone() for tensor in kept]
+    packed = pack_arguments(**operands, out=out, raw_to=to[0], gates_to=to[1])
+    blocks = plan.blocks(sequences)
+    call("gdn_decode", plan.macros(), "CLUSTER", packed, [*tensors, *to], blocks, plan.shared_bytes, directory)
     for tensor, written in zip(kept, to, strict=True):
         tensor.copy_(written)
     return out
+
+
+def call(
+    stem: str,
+    macros: dict[str, int],
+    cluster: str,
+    packed: bytes,
+    tensors: list[Tensor],
+    blocks: int,
+    shared_bytes: int,
+    directory: Path,
+) -> None:
+    """One launch; what it reads must lie in `tensors`."""
+    ranges = [(t.data_ptr(), t.numel() * t.element_size()) for t in tensors]
+    flat = (ctypes.c_uint64 * (2 * len(ranges)))(*[number for pair in ranges for number in pair])
+    library = build(stem, macros, cluster, directory)
+    library.run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_uint64]
+    assert library.run(ctypes.create_string_buffer(packed, len(packed)), flat, len(ranges), blocks, shared_bytes) == 0

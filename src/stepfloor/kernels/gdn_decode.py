@@ -4,9 +4,10 @@ The recurrent state is kept as it was at an earlier commit, beside the projected
 the rows that the last step accepted and writes the state once; then it runs its own rows, which stay pending
 until the next step knows how many of them were accepted.
 
-On a GPU one kernel does all of it in bf16 (`gdn_decode.cu`): the state is read once and written once. What that kernel
-refuses, other sizes, types and devices, goes through four Triton kernels (`_delta.py`). The bits of a row depend on
-nothing but the row and what came before it in either: not on B, not on R, nor on whether it was replayed.
+On a GPU one kernel does all of it in bf16 (`gdn_decode.cu`): the state is read once and written once. For many
+sequences two do, with the same bits (`gdn_rows.cu`, `gdn_state.cu`). What they refuse, other sizes, types and devices,
+goes through four Triton kernels (`_delta.py`). The bits of a row depend on nothing but the row and what came before it
+in either: not on B, not on R, nor on whether it was replayed.
 
 Source: transformers 5.24, Qwen4ExpTextGatedDeltaNet.forward (qwen4_exp/modeling_qwen4_exp.py).
 """
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from stepfloor.kernels._delta import DeltaConstants, Replay, close, keep, prepare, recur, why_not_triton
 from stepfloor.kernels._jit import Launch, compile_cuda, default_cache_dir, device_arch, missing_for_cuda, runs_triton
+from stepfloor.kernels._stream import shared_limit
 from stepfloor.kernels._torch import delta_rows, delta_rule, gated_norm
 
 logger = logging.getLogger(__name__)
@@ -29,33 +31,30 @@ logger = logging.getLogger(__name__)
 TAPS = 4
 MOST_ROWS = 32  # pending and new ones of a sequence
 MOST_SHARED = 227 * 1024
+ROW_WARPS = 4  # of a block of gdn_rows.cu
+MOST_THREADS = 512  # of a block of gdn_state.cu
+# Sequences from which two kernels take over. Between its neighbours, H200, a trial with slower copies than now: 10.6 us
+# against 14.0 at 4 sequences, 43 against 71 at 16 with four rows each (benchmarks/delta-net-h200.md).
+SPLIT_FROM = 4
+SPLIT_RINGS = (3, 2, 1)  # the first that fits
+WHOLE_WIDTHS = (32, 64, 128, 256)  # heads of which a lane of gdn_rows.cu loads its channels at once
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Fields of a DeltaPlan from so many sequences and new rows on.
-
-    clusters  the most there may be; None: as many as units of work
-    """
+    """Fields of a DeltaPlan from so many sequences on."""
 
     sequences: int
     parts: int
     early: int = 1
-    clusters: int | None = None
-    rows: int = 1
 
 
 # All give a value the same bits. Between its neighbours in a layer, one row, H200: 8.1 us with two blocks of a head
 # against 8.7 with one at 1 sequence, 15.5 against 14.5 at 4 (16 columns a warp, early 1).
 PLANS = (Choice(1, parts=2), Choice(2, parts=1))
 # For calls that are settled; between its neighbours, one row and four: 5.8 and 9.1 us against 8.1 and 12.7 (early 1) at
-# 1 sequence, 14.7 and 19.8 at 4; at 16 replaying early pays with four rows (61.3 us against 66.7), not with one.
-SETTLED_PLANS = (
-    Choice(1, parts=2, early=3),
-    Choice(2, parts=1, early=2),
-    Choice(8, parts=1, early=1),
-    Choice(8, parts=1, early=3, rows=2),
-)
+# 1 sequence, 14.7 and 19.8 at 4.
+SETTLED_PLANS = (Choice(1, parts=2, early=3), Choice(2, parts=1, early=2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,6 @@ class DeltaPlan:
     joined  whether a cluster holds all blocks that read a key head, as rewriting rows in place demands
     early   what may precede the end of the kernel before: 0 nothing, 1 calling the state into the L2, 2 reading it, 3
             replaying the pending rows too and writing the state; 2 and 3 for calls that are `settled`
-    rounds  key heads of sequences that a cluster works on, one after the other, requesting the next one's state
     passing whether a written state leaves the L2 before other lines
     """
 
@@ -83,7 +81,6 @@ class DeltaPlan:
     parts: int = 2
     joined: bool = True
     early: int = 1
-    rounds: int = 1
     passing: bool = True
 
     @property
@@ -98,8 +95,7 @@ class DeltaPlan:
 
     def blocks(self, sequences: int) -> int:
         """Blocks of the grid."""
-        units = sequences * (self.key_heads if self.joined else self.heads)
-        return -(-units // self.rounds) * self.cluster
+        return sequences * (self.key_heads if self.joined else self.heads) * self.cluster
 
     @property
     def shared_bytes(self) -> int:
@@ -108,8 +104,7 @@ class DeltaPlan:
         rows = (TAPS - 1 + every) * (2 * self.key_dim + width) * 2 + self.rows * width * 2
         operands = self.rows * self.key_dim + every * (self.key_dim + width)
         results = self.rows * (width + self.value_dim // self.cols) + 2 * every
-        plain = rows + 4 * (operands + results)
-        return plain if self.rounds == 1 else plain + -plain % 128 + 4 * self.key_dim * self.value_dim + 16
+        return rows + 4 * (operands + results)
 
     @property
     def per_multiprocessor(self) -> int:
@@ -127,7 +122,6 @@ class DeltaPlan:
             and self.key_dim % max(32, deep) == 0
             and self.rows + self.kept <= MOST_ROWS
             and self.cluster <= 16
-            and (self.rounds == 1 or self.parts == 1)
             and self.threads <= 1024
             and self.shared_bytes <= MOST_SHARED
         )
@@ -146,10 +140,84 @@ class DeltaPlan:
             "PARTS": self.parts,
             "JOINED": int(self.joined),
             "EARLY": self.early,
-            "QUEUED": int(self.rounds > 1),
             "PASSING": int(self.passing),
             "PER_SM": self.per_multiprocessor,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class SplitPlan:
+    """A specialisation of `gdn_rows.cu` and `gdn_state.cu`, for many sequences; same bits as the fused kernel's.
+
+    base     sizes, rows, activation and columns of a warp
+    ring     states in the shared memory of a block of `gdn_state.cu`: one is worked on, the others are on their way
+    settled  whether the call is: kept rows and states are then read before the kernel before has ended
+    """
+
+    base: DeltaPlan
+    ring: int
+    settled: bool
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block of `gdn_state.cu`."""
+        return (self.base.value_dim // self.base.cols + 1) * 32
+
+    @property
+    def gates(self) -> int:
+        """Rows for which a head's decays and betas have room: bulk copies take multiples of 16 bytes."""
+        every = self.base.rows + self.base.kept
+        return every + -every % 4
+
+    @property
+    def state_bytes(self) -> int:
+        """Dynamic shared memory of a block of `gdn_state.cu`, as it lays it out."""
+        p = self.base
+        every = p.rows + p.kept
+        operands = (p.rows + every) * p.key_dim + 2 * self.gates + every * p.value_dim
+        results = p.rows * (p.value_dim + p.value_dim // p.cols)
+        one = 4 * (operands + results)
+        return self.ring * (4 * p.key_dim * p.value_dim + 16) + 2 * (one + -one % 16) + 32
+
+    def row_blocks(self, sequences: int) -> int:
+        """Blocks of `gdn_rows.cu`."""
+        return -(-sequences * (2 * self.base.key_heads + self.base.heads) // ROW_WARPS)
+
+    def state_blocks(self, sequences: int, multiprocessors: int) -> int:
+        """Blocks of `gdn_state.cu`: one for each multiprocessor, if there is work for it."""
+        return min(sequences * self.base.heads, multiprocessors)
+
+    def scratch(self, sequences: int) -> tuple[int, int]:
+        """Floats that the first kernel hands to the second: queries and keys; decays, betas and values."""
+        p = self.base
+        every = p.rows + p.kept
+        keys = p.key_heads * (p.rows + every) * p.key_dim
+        return sequences * keys, sequences * p.heads * (2 * self.gates + every * p.value_dim)
+
+    def fits(self, shared_limit: int = MOST_SHARED) -> bool:
+        """Whether the kernels can be built for these sizes; shared_limit: bytes of shared memory a block can have."""
+        p = self.base
+        deep = 4 * 32 // (p.cols // 4)
+        return (
+            p.heads % p.key_heads == 0
+            and p.key_dim in WHOLE_WIDTHS
+            and p.value_dim in WHOLE_WIDTHS
+            and p.value_dim % p.cols == 0
+            and p.key_dim % deep == 0
+            and p.rows + p.kept <= MOST_ROWS
+            and self.threads <= MOST_THREADS
+            and self.state_bytes <= shared_limit
+        )
+
+    def row_macros(self) -> dict[str, int]:
+        """The macros that specialise `gdn_rows.cu`."""
+        names = ("KEY_HEADS", "HEADS", "K", "V", "ROWS", "KEPT", "SILU", "COLS")
+        every = self.base.macros()
+        return {name: every[name] for name in names} | {"SETTLED": int(self.settled)}
+
+    def state_macros(self) -> dict[str, int]:
+        """The macros that specialise `gdn_state.cu`."""
+        return self.row_macros() | {"RING": self.ring}
 
 
 def gdn_decode_reference(
@@ -217,6 +285,13 @@ def gdn_decode(
         reason = _why_not_cuda(plan, projected.device, _as_the_kernel_reads(*operands))
         if reason is None:
             out = projected.new_empty((*projected.shape[:2], constants.parts[1]))
+            split = choose_split(plan, projected.shape[0], settled, shared_limit(projected.device))
+            if split is not None:
+                scratch = projected.new_empty(sum(split.scratch(projected.shape[0])), dtype=torch.float32)
+                arguments = pack_split_arguments(split, *operands, out, scratch)
+                for launch in split_launches_for(split, projected.shape[0], projected.device, default_cache_dir()):
+                    launch(arguments)
+                return out
             launch = launch_for(plan, projected.shape[0], projected.device, default_cache_dir())
             launch(pack_arguments(*operands, out, raw_rows, gate_rows))
             return out
@@ -262,15 +337,19 @@ def plan_for(constants: DeltaConstants, rows: int, kept: int) -> DeltaPlan:
 
 def choose_plan(plan: DeltaPlan, sequences: int, settled: bool = False) -> DeltaPlan:
     """The plan for a number of sequences."""
-    plans = SETTLED_PLANS if settled else PLANS
-    return planned(plan, [c for c in plans if sequences >= c.sequences and plan.rows >= c.rows][-1], sequences)
+    choice = [c for c in (SETTLED_PLANS if settled else PLANS) if sequences >= c.sequences][-1]
+    return replace(plan, parts=choice.parts, early=choice.early)
 
 
-def planned(plan: DeltaPlan, choice: Choice, sequences: int) -> DeltaPlan:
-    """A plan with a choice's fields."""
-    units = sequences * plan.key_heads
-    rounds = 1 if choice.clusters is None else -(-units // choice.clusters)
-    return replace(plan, parts=choice.parts, early=choice.early, rounds=rounds)
+def choose_split(plan: DeltaPlan, sequences: int, settled: bool, shared_limit: int) -> SplitPlan | None:
+    """The plan of the two kernels for many sequences; None where the fused one is faster or they cannot be built.
+
+    shared_limit  bytes of shared memory a block can have
+    """
+    if sequences < SPLIT_FROM:
+        return None
+    splits = (SplitPlan(plan, ring, settled) for ring in SPLIT_RINGS)
+    return next((split for split in splits if split.fits(shared_limit)), None)
 
 
 @cache
@@ -288,6 +367,21 @@ def launch_for(
         plan.shared_bytes,
         cluster=plan.cluster,
         dependent=dependent,
+    )
+
+
+@cache
+def split_launches_for(
+    plan: SplitPlan, sequences: int, device: torch.device, cache_dir: Path, dependent: bool = True
+) -> tuple[Launch, Launch]:
+    """The two compiled kernels in their order; the second always waits for the first itself. See `launch_for`."""
+    arch = device_arch(device)
+    rows = compile_cuda("gdn_rows.cu", plan.row_macros(), arch, cache_dir)
+    state = compile_cuda("gdn_state.cu", plan.state_macros(), arch, cache_dir)
+    blocks = plan.state_blocks(sequences, torch.cuda.get_device_properties(device).multi_processor_count)
+    return (
+        Launch(rows, "gdn_rows_kernel", device, plan.row_blocks(sequences), ROW_WARPS * 32, 0, dependent=dependent),
+        Launch(state, "gdn_state_kernel", device, blocks, plan.threads, plan.state_bytes),
     )
 
 
@@ -324,6 +418,29 @@ def pack_arguments(
     return struct.pack(f"{len(addresses)}Pqqif", *addresses, *sizes, constants.eps)
 
 
+def pack_split_arguments(
+    plan: SplitPlan,
+    projected: Tensor,
+    state: Tensor,
+    raw_rows: Tensor,
+    gate_rows: Tensor,
+    slots: Tensor,
+    pending: Tensor,
+    constants: DeltaConstants,
+    out: Tensor,
+    scratch: Tensor,
+) -> bytes:
+    """struct Arguments of `include/delta_split.cuh`; scratch [sum(plan.scratch(B))] float32."""
+    c = constants
+    pointers = (projected, state, raw_rows, gate_rows, slots, pending, c.conv_weight, c.a_log, c.dt_bias, c.norm_weight)
+    addresses = [tensor.data_ptr() for tensor in (*pointers, out)]
+    at = scratch.data_ptr()
+    for floats in plan.scratch(projected.shape[0]):
+        addresses.append(at)
+        at += 4 * floats
+    return struct.pack(f"{len(addresses)}Pqif", *addresses, projected.stride(1), projected.shape[0], c.eps)
+
+
 def _as_the_kernel_reads(
     projected: Tensor,
     state: Tensor,
@@ -344,6 +461,7 @@ def _as_the_kernel_reads(
         and slots.dtype == pending.dtype == torch.int64
         and all(t.is_contiguous() for t in whole)
         and all(t.data_ptr() % 16 == 0 for t in (projected, state, raw_rows, constants.conv_weight))
+        and constants.norm_weight.data_ptr() % 8 == 0
         and column == 1
         and row % 8 == 0
         and (batch == projected.shape[1] * row or projected.shape[0] == 1)

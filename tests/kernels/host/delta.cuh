@@ -31,6 +31,14 @@ inline void store_words(void* pointer, const Words& v) {
   memcpy(pointer, &v, 16);
 }
 inline void store_four_passing(float* pointer, const float (&v)[4]) { store_four(pointer, v); }
+inline void bulk_store(void* to, u32 from, u32 bytes, u64) {
+  check_shared(from, bytes);
+  check_global(to, bytes);
+  memcpy(to, block_shared + from, bytes);
+}
+inline void bulk_stores_commit() {}
+inline void bulk_stores_read() {}
+inline void bulk_stores_wait() {}
 inline void call_into_l2(const void* pointer) { check_range(pointer, 32); }
 inline long long min(long long a, long long b) { return a < b ? a : b; }
 inline long long max(long long a, long long b) { return a > b ? a : b; }

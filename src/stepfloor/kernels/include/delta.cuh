@@ -1,4 +1,4 @@
-// What the delta net kernel adds to stream.cuh: bf16 pairs, products that are never contracted, exchanges inside a warp,
+// What the delta net's kernels add to stream.cuh: bf16 pairs, products that are never contracted, exchanges inside a warp,
 // a cluster barrier in two halves. Source: PTX ISA 9.0; compute capability 9.0 and later.
 #pragma once
 
@@ -31,6 +31,17 @@ DEVICE void store_words(void* pointer, const Words& v) {
 
 DEVICE void call_into_l2(const void* pointer) { asm volatile("prefetch.global.L2 [%0];" ::"l"(pointer)); }
 
+// From shared memory, which a generic store has written, after operands_stored of the writer. Sizes as for bulk_copy.
+DEVICE void bulk_store(void* to, u32 from, u32 bytes, u64 policy) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(to), "r"(from), "r"(bytes),
+               "l"(policy)
+               : "memory");
+}
+DEVICE void bulk_stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Those of this thread: shared memory has been read; they have been done.
+DEVICE void bulk_stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+DEVICE void bulk_stores_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
 // ------------------------------------------------------------------ arithmetic that rounds where it is written
 
 DEVICE float times(float a, float b) { return __fmul_rn(a, b); }
@@ -41,7 +52,8 @@ DEVICE float root(float a) { return __fsqrt_rn(a); }
 
 DEVICE float low_half(u32 pair) { return __uint_as_float(pair << 16); }
 DEVICE float high_half(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
-DEVICE float rounded(float value) { return __uint_as_float((u32)to_bf16(value) << 16); }
+// By the conversion of a pair, whose upper half is where a float has its bits.
+DEVICE float rounded(float value) { return __uint_as_float(to_pair(0.0f, value)); }
 
 // ------------------------------------------------------------------ warp and cluster
 
