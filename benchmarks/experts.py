@@ -1,6 +1,6 @@
 """Routed experts on one GPU: right first, then timed; the best plan for each number of rows is printed.
 
-    PYTHONPATH=src python3 -m benchmarks.experts [--quick] [--rows 4,16 --decode-only] [--json FILE]
+    PYTHONPATH=src python3 -m benchmarks.experts [--quick | --layer] [--rows 4,16 --decode-only] [--json FILE]
 
 1. Every family is checked in a process of its own: float64, NaN around the rows, a row's bits for every M and plan,
    beside other rows and alone; and chains in which kernels start early. What is wrong gets no times.
@@ -8,6 +8,7 @@
    alone, then pairs of gate/up and down. Fractions are of `--bandwidth`, what one H200 reads.
 3. Experts in bf16 and FP8, and prompt chunks: `grouped_experts`, a process for decode and one for prefill.
 
+`--layer` times the sub-layer of few rows as a step runs it, from the product of the router's matrix on; under 25 s.
 `--quick` is part 3, and of part 1 what no other part covers: `chain` and `route`.
 """
 
@@ -16,6 +17,7 @@ import faulthandler
 import itertools
 import json
 import multiprocessing
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -42,7 +44,7 @@ from stepfloor.kernels._experts import (
     pack_experts,
 )
 from stepfloor.kernels._jit import compile_cuda, device_arch
-from stepfloor.kernels.linear import StreamedWeight, linear_repack, stream_product
+from stepfloor.kernels.linear import StreamedWeight, linear, linear_repack, stream_product
 from stepfloor.kernels.moe_down import (
     SLICES,
     DownPlan,
@@ -62,7 +64,7 @@ from stepfloor.kernels.moe_gate_up import (
     gate_up_rows,
     plan_gate_up,
 )
-from stepfloor.kernels.moe_route import moe_route, moe_route_reference
+from stepfloor.kernels.moe_route import moe_route, moe_route_reference, route_arguments, route_launch
 
 EXPERTS, TOPK, D, WIDTH = 512, 10, 2560, 640
 GATE_UP_BYTES, DOWN_BYTES = 2 * WIDTH * D * 9 // 16, D * WIDTH * 9 // 16
@@ -90,6 +92,8 @@ def main() -> int:
     torch.cuda.set_device(device)
     if options.check is not None:
         return check_family(options.check, options.cache_dir, device)
+    if options.layer:
+        return compare_layers(options, device)
     if options.part is not None:
         return run_part(options.part, options.rounds, options.bandwidth, options.cache_dir, device)
     families = QUICK_FAMILIES if options.quick else FAMILIES
@@ -173,6 +177,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--limit-s", type=int, default=240, help="give up with a traceback after this long")
     parser.add_argument("--quick", action="store_true", help="no table of plans for NVFP4 decode; under 90 s")
+    parser.add_argument("--layer", action="store_true", help="the sub-layer of up to 4 rows only")
     parser.add_argument("--check", choices=FAMILIES, help="check one family only, here")
     parser.add_argument("--part", choices=PARTS, help="run one part of grouped_experts only, here")
     return parser.parse_args()
@@ -205,15 +210,16 @@ def down_plans(rows: int, multiprocessors: int) -> dict[str, DownPlan]:
     stand_in = stand_ins()[1]
     found: dict[str, DownPlan] = {}
     default = plan_down(stand_in, WIDTH, TOPK, rows, multiprocessors)
-    for (cluster, warps), slots, sharers in itertools.product(((4, 8), (8, 8), (8, 6)), (1, 2, 3), (1, 2)):
+    shapes = ((4, 8), (8, 8), (8, 6), *(((1, 8), (1, 6)) if rows <= 4 else ()))
+    for (cluster, warps), slots, sharers in itertools.product(shapes, (1, 2, 3), (1, 2)):
         for group in groups_for(rows):
             plan = replace(default, cluster=cluster, warps=warps, slots=slots, group=group, sharers=sharers)
             if plan.shared_bytes > SHARED_LIMIT_OF_TWO:
                 continue
             # a chip may run fewer clusters at once than its multiprocessors have room for
-            counts = (64, 60, 54, 40) if cluster == 4 else (32, 30, 28, 27, 24)
+            counts = {1: (160,), 4: (54, 64, 60, 40), 8: (28, 32, 30, 27, 24)}[cluster]
             usual = (slots, sharers, group) == (default.slots, default.sharers, default.group)
-            for count in counts if usual else (counts[0], counts[2]):
+            for count in counts if usual else counts[:2]:
                 found[f"{count}x{cluster}/{warps}/{slots}/{group}/{sharers}"] = replace(plan, clusters=count)
     return found
 
@@ -669,6 +675,108 @@ def time_route(options: argparse.Namespace, device: torch.device) -> dict[int, f
         run()
         found[rows] = round(medians_us({"": capture(run)}, 48, options.rounds)[""], 2)
     return found
+
+
+# ---------------------------------------------------------------------- the sub-layer of few rows
+
+
+def layer_plans(rows: int, multiprocessors: int) -> dict[str, tuple[GateUpPlan, DownPlan]]:
+    """The kernels in use, and what they replaced: clusters of four blocks in moe_down, too large to start early."""
+    gate_up, down = stand_ins()
+    now = plan_gate_up(gate_up, TOPK, rows), plan_down(down, WIDTH, TOPK, rows, multiprocessors)
+    before = plan_down(down, WIDTH, TOPK, rows, multiprocessors, cluster=4, warps=8)
+    if rows == 1:
+        return {"before": (replace(now[0], slots=3), replace(before, slots=3, sharers=2)), "now": now}
+    return {"before": (now[0], before), "now": now}
+
+
+def compare_layers(options: argparse.Namespace, device: torch.device) -> int:
+    """Product of the router's matrix, choices, gate/up and down of 6 layers in a graph; 1 if plans differ in a bit."""
+    begin = time.perf_counter()
+    say(describe(device, None))
+    count = torch.cuda.get_device_properties(device).multi_processor_count
+    weights = Layers(EXPERTS, 6, device, options.cache_dir)
+    routers = []
+    for _ in range(weights.count):
+        matrix = (torch.randn(EXPERTS + 2 * WIDTH + 1, D, device=device) / D**0.5).to(torch.bfloat16)
+        routers.append(linear_repack(PackedWeight("bf16", (*matrix.shape,), matrix), device, options.cache_dir))
+    errors = check_route(device)
+    for rows in [rows for rows in dict.fromkeys(options.rows) if rows <= 4]:
+        errors += time_layer(rows, layer_plans(rows, count), weights, routers, options, device)
+        say(f"[{time.perf_counter() - begin:5.1f} s] {rows} rows done")
+    say(f"WRONG: {errors}" if errors else "choices are right; bits are the same")
+    return int(bool(errors))
+
+
+def time_layer(
+    rows: int,
+    plans: dict[str, tuple[GateUpPlan, DownPlan]],
+    weights: Layers,
+    routers: list[PackedWeight | StreamedWeight],
+    options: argparse.Namespace,
+    device: torch.device,
+) -> list[str]:
+    """Prints times of the whole and of its first parts; returns what is wrong."""
+    layers, cache = range(weights.count), options.cache_dir
+    bf16 = weights.shared[0].tape.new_empty
+    x = [torch.randn(rows, D, device=device).to(torch.bfloat16) for _ in layers]
+    hidden, out = [bf16((rows, TOPK, WIDTH)) for _ in layers], [bf16((rows, D)) for _ in layers]
+    ids = torch.empty((rows, TOPK), dtype=torch.int64, device=device)
+    choice, begun, gate = bf16((rows, TOPK)), bf16((rows, WIDTH)), bf16((rows, 1))
+    route = route_launch(EXPERTS, TOPK, WIDTH, True, rows, device, cache)
+
+    def graph_of(pair: tuple[GateUpPlan, DownPlan], kernels: int = 4) -> torch.cuda.CUDAGraph:
+        first, second = gate_up_launch(pair[0], device, cache), down_launch(pair[1], device, cache)
+
+        def run() -> None:
+            for i in layers:
+                products = linear(x[i], (routers[i],))
+                shared = begun, gate, weights.shared[i]
+                if kernels > 1:
+                    route(route_arguments(products, ids, choice, begun, gate))
+                if kernels > 2:
+                    first(gate_up_arguments(x[i], ids, weights.gate_up[i], hidden[i]))
+                if kernels > 3:
+                    second(down_arguments(hidden[i], ids, choice, weights.down[i], shared, None, out[i]))
+
+        run()
+        return capture(run)
+
+    graphs = {name: graph_of(pair) for name, pair in plans.items()}
+    right: list[Tensor] = []
+    errors = []
+    for name, graph in graphs.items():
+        for t in (*hidden, *out):
+            t.fill_(torch.nan)
+        graph.replay()
+        graph.replay()
+        torch.cuda.synchronize()
+        right = right or [t.clone() for t in (*hidden, *out)]
+        if not all(torch.equal(a, b) and bool(a.isfinite().all()) for a, b in zip((*hidden, *out), right, strict=True)):
+            errors.append(f"{rows} rows, {name}: other bits, or not finite")
+    parts = {"product": 1, "+ route": 2, "+ gate_up": 3}
+    graphs |= {name: graph_of(plans["now"], kernels) for name, kernels in parts.items()}
+    times = medians_us(graphs, weights.count, options.rounds)
+    say(f"{rows} rows, us a layer: " + ", ".join(f"{name} {us:.2f}" for name, us in times.items()))
+    say(f"{rows} rows, now / before: {ratio_of(graphs['before'], graphs['now'], 4 * options.rounds)}")
+    return errors
+
+
+def ratio_of(before: torch.cuda.CUDAGraph, after: torch.cuda.CUDAGraph, rounds: int) -> str:
+    """Time of the second as a part of the first's, from pairs in alternating order: median and middle half."""
+    ratios = []
+    for turn in range(rounds):
+        times: dict[torch.cuda.CUDAGraph, float] = {}
+        for graph in (before, after) if turn % 2 else (after, before):
+            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            stop.record()
+            torch.cuda.synchronize()
+            times[graph] = start.elapsed_time(stop)
+        ratios.append(times[after] / times[before])
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
 
 
 def report(table: list[dict[str, object]]) -> dict[str, dict[str, object]]:

@@ -59,9 +59,18 @@ def test_plans_of_the_model(rows: int) -> None:
     assert down.blocks <= 132 * down.per_multiprocessor
 
 
+def test_one_row_leaves_room_for_down() -> None:
+    """A third tile of gate/up, or two more warps, would keep down's blocks from starting before gate/up ends."""
+    gate_up, down = plans(1)
+    reserved = 3 * 1024  # by the chip, a block each
+    assert 2 * gate_up.shared_bytes + down.shared_bytes + reserved <= 228 * 1024
+    assert gate_up.lean
+    assert down.warps <= 6
+
+
 @pytest.mark.skipif(NO_NVRTC is not None, reason=NO_NVRTC or "")
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
-@pytest.mark.parametrize("rows", [4, 16, 80])
+@pytest.mark.parametrize("rows", [1, 4, 16, 80])
 def test_compiles(rows: int, arch: str, tmp_path: Path) -> None:
     gate_up, down = plans(rows)
     assert compile_cuda("moe_gate_up.cu", gate_up.macros, arch, tmp_path).startswith(b"\x7fELF")

@@ -30,7 +30,7 @@ from stepfloor.kernels.moe_down import (
     plan_down,
 )
 from stepfloor.kernels.moe_gate_up import GateUpPlan, gate_up_arguments, plan_gate_up
-from stepfloor.kernels.moe_route import moe_route_reference, route_arguments, route_macros
+from stepfloor.kernels.moe_route import SHARED_BYTES, moe_route_reference, route_arguments, route_macros
 
 HOST = Path(__file__).parent / "host"
 COMPILER = shutil.which("g++")
@@ -183,6 +183,8 @@ def test_down_on_the_host(n: int, k: int, shared_k: int, count: int, bits: str, 
         (20, 2, 3, 2, 8, 1),
         (9, 4, 2, 1, 2, 2),
         (4, 4, 3, 3, 1, 1),
+        (2, 1, 4, 1, 2, 1),
+        (1, 1, 3, 2, 1, 1),
         (1, 2, 2, 2, 1, 2),
     ):
         plan = plan_down(tiled, shared_k, topk, rows, 4, cluster, warps)
@@ -207,13 +209,13 @@ def test_route_on_the_host(count: int, topk: int, channels: int, renormalize: bo
     products = torch.randn(4, count + 2 * channels + 1, generator=make).to(torch.bfloat16)
     products[1, :count] = products[1, :count].mul(2).round()  # many ties
     products[2, :count] = 0.5
-    products[3, 5] = 300  # the others' probabilities are all zero
+    products[3, 5] = 300  # the others' probabilities are all zero: too many candidates for the lanes
     wanted = moe_route_reference(products, count, topk, renormalize)
     found = [torch.full_like(t, -7) for t in wanted]
     held = torch.full((4, products.shape[1] + 3), torch.nan, dtype=torch.bfloat16)
     held[:, :-3] = products
     library = build(route_module.__file__, route_macros(count, topk, channels, renormalize), ROUTE, tmp_path)
-    assert run(library, route_arguments(held[:, :-3], *found), [held], 4, 0) == 0
+    assert run(library, route_arguments(held[:, :-3], *found), [held], 4, SHARED_BYTES) == 0
     assert torch.equal(found[0], wanted[0])
     for ours, theirs in zip(found[1:], wanted[1:], strict=True):
         assert bool(((ours.float() - theirs.float()).abs() <= theirs.float().abs() * 2**-7).all())

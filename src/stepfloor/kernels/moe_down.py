@@ -581,21 +581,33 @@ def moe_down_repack(
 
 
 def plan_down(
-    down: TiledExperts, shared_k: int, topk: int, rows: int, multiprocessors: int, cluster: int = 4, warps: int = 8
+    down: TiledExperts,
+    shared_k: int,
+    topk: int,
+    rows: int,
+    multiprocessors: int,
+    cluster: int | None = None,
+    warps: int | None = None,
 ) -> DownPlan:
     """The kernel for this many rows: one wave of clusters with as many tiles each, two blocks a multiprocessor.
 
-    A warp takes both slices of a tile, which halves its copies, list lookups and sums; not so at one row, where there
-    are more warps than tiles, and three pieces fit. Entries of the list are short (see plan_gate_up). On an H200 15.1
-    us at 4 rows and 39 experts, 42.7 at 16 and 138; 32 clusters of 8 took 17.4 and 56.4, since it runs 30 at once.
+    cluster  blocks of one; warps  of a block. None: as suits the number of rows
+    A warp takes both slices of a tile, which halves its copies, list lookups and sums. Entries of the list are short
+    (see plan_gate_up). On an H200 15.1 us at 4 rows and 39 experts, 42.7 at 16 and 138; 32 clusters of 8 took 17.4 and
+    56.4, since it runs 30 at once.
+    Up to 2 rows a block has a tile to itself. With 6 warps of two pieces, at one row, it lies beside two blocks of
+    gate/up and has its weights when they end; 8 warps find no registers there. From the product of the router's matrix
+    on 21.3 us for 23.0 at one row, 30.9 for 32.3 at two, but 44.6 for 43.8 at four (H200).
     """
     n, k = down.shape
     capacity = capacity_for(rows)
+    cluster = cluster or (1 if capacity <= 2 else 4)
+    warps = warps or (6 if capacity == 1 else 8)
     total = n // 16
     clusters = -(-total // -(-total // max(1, 2 * multiprocessors // cluster)))
-    slots, sharers = (3, 2) if capacity == 1 else (1, 1)
+    slots = 2 if capacity == 1 else 1
     group = min(capacity, 4) if capacity <= 8 else 2 if capacity <= 16 else 3
-    return DownPlan(n, k, shared_k, down.tape.shape[0], topk, capacity, cluster, clusters, warps, slots, group, sharers)
+    return DownPlan(n, k, shared_k, down.tape.shape[0], topk, capacity, cluster, clusters, warps, slots, group)
 
 
 @cache

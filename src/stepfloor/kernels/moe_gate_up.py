@@ -79,7 +79,7 @@ class GateUpPlan:
     """What `moe_gate_up.cu` is specialised for; see its macros. All plans of a weight give a row the same bits.
 
     slots  tiles of a block on the way
-    lean   so few registers that a block of moe_down fits beside two of these and can request its weights early
+    lean   so few registers that 6 warps of moe_down fit beside two blocks and can request their weights early
     group  most pairs of an entry of the list; with `gather` their rows have a place beside every tile
     """
 
@@ -338,13 +338,14 @@ def moe_gate_up_repack(
 def plan_gate_up(gate_up: TiledExperts, topk: int, rows: int) -> GateUpPlan:
     """The kernel for this many rows.
 
-    Up to 4 rows the blocks leave room for one of moe_down's beside two of them. Beyond 8, entries of the list are
-    short, so that more tiles fit: of 512 experts at 16 rows 1 in 250 has more than 2 pairs, at 64 rows 1 in 30 more
-    than 3, and is read twice. 64 rows in a step on an H200: 192 us with 3, 204 with 2.
+    Up to 4 rows two blocks leave registers for 6 warps of moe_down, which at one row are a block; a third tile on the
+    way would take the shared memory it needs. Beyond 8, entries of the list are short, so that more tiles fit: of 512
+    experts at 16 rows 1 in 250 has more than 2 pairs, at 64 rows 1 in 30 more than 3, and is read twice. 64 rows in a
+    step on an H200: 192 us with 3, 204 with 2.
     """
     n, k = gate_up.shape
     capacity = capacity_for(rows)
-    group, slots = {1: (1, 3), MAX_ROWS: (3, 2)}.get(capacity, (2, 2))
+    group, slots = {1: (1, 2), MAX_ROWS: (3, 2)}.get(capacity, (2, 2))
     experts = gate_up.tape.shape[0]
     return GateUpPlan(k, n // 2, experts, topk, capacity, capacity > 8, slots, capacity <= 4, group)
 

@@ -31,7 +31,9 @@ from stepfloor.kernels._jit import (
 )
 from stepfloor.kernels._torch import sigmoid, silu
 
-MOST_CHOICES = 32  # of moe_route.cu: a lane keeps one
+# of moe_route.cu: a lane keeps one choice; room for 32 candidates
+MOST_CHOICES = 32
+SHARED_BYTES = 256
 
 
 def moe_route_reference(
@@ -117,7 +119,7 @@ def route_launch(
     """The compiled kernel for a number of rows, once a process."""
     macros = route_macros(experts, topk, channels, renormalize)
     cubin = compile_cuda("moe_route.cu", macros, device_arch(device), cache_dir)
-    return Launch(cubin, "moe_route_kernel", device, rows, 256, 0)
+    return Launch(cubin, "moe_route_kernel", device, rows, 256, SHARED_BYTES)
 
 
 def route_triton(products: Tensor, experts: int, topk: int, renormalize: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:

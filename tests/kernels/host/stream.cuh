@@ -225,6 +225,7 @@ inline u32 warp_add(u32 value) {
   for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(~0u, value, distance);
   return value;
 }
+inline u32 warp_ballot(bool value) { return warp_add((u32)value << threadIdx.x % 32); }
 
 inline float bf16_of(u32 word, int high) {
   const u32 bits = high ? word & 0xffff0000u : word << 16;

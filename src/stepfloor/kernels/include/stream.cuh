@@ -127,6 +127,7 @@ DEVICE Pair load_shared_pair(u32 address) {
 DEVICE u32 warp_max(u32 v) { return __reduce_max_sync(~0u, v); }
 DEVICE u32 warp_min(u32 v) { return __reduce_min_sync(~0u, v); }
 DEVICE u32 warp_add(u32 v) { return __reduce_add_sync(~0u, v); }
+DEVICE u32 warp_ballot(bool v) { return __ballot_sync(~0u, v); }
 
 DEVICE u32 load_shared_byte(u32 address) {
   u32 v;
