@@ -33,8 +33,8 @@ MOST_ROWS = 32  # pending and new ones of a sequence
 MOST_SHARED = 227 * 1024
 ROW_WARPS = 4  # of a block of gdn_rows.cu
 MOST_THREADS = 512  # of a block of gdn_state.cu
-# Sequences from which two kernels take over. Between its neighbours, settled, H200: 7.3 us against 8.8 at 2 sequences, 11.1
-# against 13.5 at 4, 31.5 against 50.3 at 16, 45 against 66 at 16 with four rows each.
+# Sequences from which two kernels take over. Between its neighbours, settled, H200: 7.3 us against 8.8 at 2 sequences,
+# 11.1 against 13.5 at 4, 31.5 against 50.3 at 16, 45 against 66 at 16 with four rows each.
 SPLIT_FROM = 2
 SPLIT_RINGS = (3, 2, 1)  # the first that fits
 WHOLE_WIDTHS = (32, 64, 128, 256)  # heads of which a lane of gdn_rows.cu loads its channels at once
