@@ -128,7 +128,7 @@ def parse() -> argparse.Namespace:
 def down_plan(format_name: str, device: torch.device) -> DownPlan:
     """As `hc_down_repack` makes it."""
     count = torch.cuda.get_device_properties(device).multi_processor_count
-    return plan_down(RANK + STREAMS, RANK, STREAMS, D, count, 2, format_name)
+    return plan_down(RANK + STREAMS, RANK, STREAMS, D, count, 2, format_name, halves=2)
 
 
 def mix_plan(format_name: str, device: torch.device) -> MixPlan:
@@ -376,7 +376,7 @@ def time_rows(rows: int, passed: set[str], options: argparse.Namespace, device: 
     if down is not None:
         plan, turns = down[0].plan, down[0].plan.turns(rows)
         graphs["part norms"] = part(load_norms(plan, turns, True, device, options.cache_dir), down)
-        graphs["part product"] = part(load_product(plan, turns, device, options.cache_dir), down)
+        graphs["part product"] = part(load_product(plan, turns, None, device, options.cache_dir), down)
         graphs["down bf16, no PDL"] = chain(down, None, False)
     if up is not None:
         graphs["mix bf16, no PDL"] = chain(None, up, False)

@@ -51,7 +51,7 @@ MIX_TURNS = ((16, 1), (16, 3), (16, 19), (48, 35))
 def test_down_on_the_host(parts: int, name: str, tmp_path: Path) -> None:
     inputs = hc_down_inputs(35, 512, 24, name, torch.bfloat16, "cpu")
     weight = inputs["down"][0]
-    plan = plan_down(28, 24, 4, 512, 8 * parts, parts, name)
+    plan = plan_down(28, 24, 4, 512, 9 * parts, parts, name, halves=parts)
     assert plan.stream.groups == 2
     tape, scales = pack_tape(weight, plan.stream), outer_scales(weight)
     reference = hc_down_reference(**inputs)
@@ -131,14 +131,17 @@ def run_down(
     normed: Tensor,
     directory: Path,
 ) -> None:
-    """Both kernels, one after the other; the second may read n too."""
+    """The kernel, or both, one after the other; the second may read n too."""
     turns = plan.turns(count)
-    norms = build("hc_down", "hc_down_norms_kernel", hc_down_module.norms_macros(plan, write), directory)
-    squares = plan.d // hc_down_module.UNIT_COLUMNS * 4
-    assert run(norms, packed, reads, squares, turns.count * turns.rows * plan.streams, 1) == 0
-    macros, shared = hc_down_module.product_macros(plan, turns.rows), hc_down_module.shared_bytes(plan, turns.rows)
+    both = write if turns.rows <= hc_down_module.BOTH_ROWS else None
+    if both is None:
+        norms = build("hc_down", "hc_down_norms_kernel", hc_down_module.norms_macros(plan, write), directory)
+        squares = plan.d // hc_down_module.UNIT_COLUMNS * 4
+        assert run(norms, packed, reads, squares, turns.count * turns.rows * plan.streams, 1) == 0
+        reads = [*reads, normed]
+    macros, shared = hc_down_module.product_macros(plan, turns.rows, both), hc_down_module.shared_bytes(plan, turns.rows, both)
     product = build("hc_down", "hc_down_product_kernel", macros, directory)
-    assert run(product, packed, [*reads, normed], shared, turns.count * plan.stream.blocks, plan.stream.split) == 0
+    assert run(product, packed, reads, shared, turns.count * plan.blocks(turns.rows), plan.cluster(turns.rows)) == 0
 
 
 def build(name: str, kernel: str, macros: dict[str, int], directory: Path) -> ctypes.CDLL:

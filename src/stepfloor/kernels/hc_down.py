@@ -72,7 +72,9 @@ logger = logging.getLogger(__name__)
 
 MAX_ROWS = 80  # more rows are prefill: the library multiplies
 UNIT_COLUMNS = 256  # a warp reads 8 columns a lane at a time
-NORMS, PRODUCT = range(2)  # FORM of `hc_down.cu`
+NORMS, PRODUCT, BOTH = range(3)  # FORM of `hc_down.cu`
+BOTH_ROWS = 4  # rows up to which one kernel does both
+HALVED_ROWS = 32  # rows from which a cluster is twice as large, where it can be
 FORMATS = ("bf16", "fp8_channel", "fp8_tensor", "mxfp8")  # that `hc_down.cu` reads
 
 
@@ -81,9 +83,10 @@ class DownPlan:
     """How the matrix [N, S * D] is cut; the macros of `hc_down.cu` have these names.
 
     parts      blocks of a cluster for each stream
-    rows       weight rows of a cluster
+    rows       weight rows of a group, which a cluster owns
     format     of the matrix as stored
     turn_rows  rows of a block of the product at most; more go in turns, in one launch. Moves no bit
+    halves     2 where, from HALVED_ROWS rows on, two blocks share a part and a cluster owns two groups. Moves no bit
     """
 
     n: int
@@ -94,10 +97,23 @@ class DownPlan:
     rows: int
     format: str = "bf16"
     turn_rows: int = MAX_ROWS
+    halves: int = 1
 
     def turns(self, rows: int) -> Turns:
         """How the product takes this many rows."""
         return turns_for(rows, self.turn_rows)
+
+    def halves_of(self, capacity: int) -> int:
+        """Blocks of a part, and groups of a cluster, in the kernel for so many rows of a turn."""
+        return self.halves if capacity >= HALVED_ROWS else 1
+
+    def cluster(self, capacity: int) -> int:
+        """Blocks of a cluster."""
+        return self.streams * self.parts * self.halves_of(capacity)
+
+    def blocks(self, capacity: int) -> int:
+        """Blocks of a turn."""
+        return -(-self.stream.groups // self.halves_of(capacity)) * self.cluster(capacity)
 
     @property
     def stream(self) -> StreamPlan:
@@ -238,18 +254,34 @@ def hc_down_repack(
         return down
     count = torch.cuda.get_device_properties(target).multi_processor_count
     d = joined.shape[1] // streams
-    plan = plan_down(joined.shape[0], rank, streams, d, count, blocks_of_a_stream(d), format_name=joined.format)
+    plan = plan_down(joined.shape[0], rank, streams, d, count, blocks_of_a_stream(d), joined.format, halves=2)
     plan = fit_plan(plan, shared_limit(target))
+    cache_dir = cache_dir or default_cache_dir()
+    if not _halves_fit(plan, target, cache_dir):
+        plan = replace(plan, halves=1)
     tape = pack_tape(joined, plan.stream)
-    streamed = StreamedDown(plan, tape, cache_dir or default_cache_dir(), outer_scales(joined))
+    streamed = StreamedDown(plan, tape, cache_dir, outer_scales(joined))
     dense_launch(plan.stream, (1, plan.n, plan.n), target, streamed.cache_dir)
     for turns in (plan.turns(c) for c in ROW_CAPACITIES if c <= row_capacity(max_rows)):
         for write in (True, False):
-            load_norms(plan, turns, write, target, streamed.cache_dir)
-        load_product(plan, turns, target, streamed.cache_dir)
+            if turns.rows <= BOTH_ROWS:
+                load_product(plan, turns, write, target, streamed.cache_dir)
+            else:
+                load_norms(plan, turns, write, target, streamed.cache_dir)
+                load_product(plan, turns, None, target, streamed.cache_dir)
     # kernels request weights before they wait for their predecessor, which the repacking must not be
     torch.cuda.synchronize(target)
     return (streamed,)
+
+
+def _halves_fit(plan: DownPlan, device: torch.device, cache_dir: Path) -> bool:
+    """Whether the device runs all clusters of the larger kind at once: a second wave takes as long as the first."""
+    turns = plan.turns(MAX_ROWS)
+    cluster = plan.cluster(turns.rows)
+    if cluster > (16 if torch.cuda.get_device_capability(device)[0] == 9 else 8):
+        return False
+    clusters = load_product(plan, turns, None, device, cache_dir).clusters_at_once
+    return clusters * cluster >= plan.blocks(turns.rows)
 
 
 def blocks_of_a_stream(d: int) -> int:
@@ -258,11 +290,21 @@ def blocks_of_a_stream(d: int) -> int:
 
 
 def plan_down(
-    n: int, rank: int, streams: int, d: int, multiprocessors: int, parts: int, format_name: str = "bf16"
+    n: int,
+    rank: int,
+    streams: int,
+    d: int,
+    multiprocessors: int,
+    parts: int,
+    format_name: str = "bf16",
+    halves: int = 1,
 ) -> DownPlan:
-    """One wave of clusters. The order of sums depends on the shape and parts."""
-    rows = -(-n // max(1, multiprocessors // (streams * parts)))
-    return DownPlan(n, rank, streams, d, parts, rows, format_name)
+    """One wave of clusters. The order of sums depends on the shape and parts.
+
+    Blocks of a cluster lie in one part of the chip, of 18 multiprocessors at most: a ninth cannot be reckoned with.
+    """
+    rows = -(-n // max(1, multiprocessors * 8 // (9 * streams * parts)))
+    return DownPlan(n, rank, streams, d, parts, rows, format_name, halves=halves)
 
 
 def fit_plan(plan: DownPlan, limit: int) -> DownPlan:
@@ -296,7 +338,7 @@ def queue_down(
     eps: float,
     dependent: bool = True,
 ) -> None:
-    """Queue both kernels; all tensors contiguous bf16.
+    """Queue the kernel, or both; all tensors contiguous bf16.
 
     norm_scale  float32, finished before the kernel before this one began: it is read before the wait
     inputs      residual, y, y_weights; outputs  as hc_down returns them; without y the first is left alone
@@ -305,8 +347,12 @@ def queue_down(
     residual, y, _ = inputs
     turns = down.plan.turns(residual.shape[0])
     packed = pack_arguments(down.tape, norm_scale, *inputs, *outputs, eps, down.scales)
-    load_norms(down.plan, turns, y is not None, residual.device, down.cache_dir, dependent)(packed)
-    load_product(down.plan, turns, residual.device, down.cache_dir, dependent)(packed)
+    write, device = y is not None, residual.device
+    if turns.rows <= BOTH_ROWS:
+        load_product(down.plan, turns, write, device, down.cache_dir, dependent)(packed)
+        return
+    load_norms(down.plan, turns, write, device, down.cache_dir, dependent)(packed)
+    load_product(down.plan, turns, None, device, down.cache_dir, dependent)(packed)
 
 
 def pack_arguments(
@@ -338,12 +384,22 @@ def load_norms(
 
 
 @cache
-def load_product(plan: DownPlan, turns: Turns, device: torch.device, cache_dir: Path, dependent: bool = True) -> Launch:
-    """The compiled product, once a process."""
-    cubin = compile_cuda("hc_down.cu", product_macros(plan, turns.rows), device_arch(device), cache_dir)
-    blocks, cluster, shared = turns.count * plan.stream.blocks, plan.stream.split, shared_bytes(plan, turns.rows)
+def load_product(
+    plan: DownPlan, turns: Turns, write: bool | None, device: torch.device, cache_dir: Path, dependent: bool = True
+) -> Launch:
+    """The compiled product, once a process; with the norms where it is said whether an output waits to be written."""
+    macros = product_macros(plan, turns.rows, write)
+    cubin = compile_cuda("hc_down.cu", macros, device_arch(device), cache_dir)
+    blocks, cluster, shared = plan.blocks(turns.rows), plan.cluster(turns.rows), shared_bytes(plan, turns.rows, write)
     return Launch(
-        cubin, "hc_down_product_kernel", device, blocks, WARPS * 32, shared, cluster=cluster, dependent=dependent
+        cubin,
+        "hc_down_product_kernel",
+        device,
+        turns.count * blocks,
+        WARPS * 32,
+        shared,
+        cluster=cluster,
+        dependent=dependent,
     )
 
 
@@ -352,30 +408,37 @@ def norms_macros(plan: DownPlan, write: bool) -> dict[str, int]:
     return {"FORM": NORMS, "STREAMS": plan.streams, "D": plan.d, "WRITE": int(write)}
 
 
-def product_macros(plan: DownPlan, capacity: int) -> dict[str, int]:
-    """The macros that specialise the product of `hc_down.cu` for so many rows of a turn."""
-    return {
-        "FORM": PRODUCT,
+def product_macros(plan: DownPlan, capacity: int, write: bool | None = None) -> dict[str, int]:
+    """The macros that specialise the product of `hc_down.cu` for so many rows of a turn, with the norms or without."""
+    macros = {
+        "FORM": PRODUCT if write is None else BOTH,
         "N": plan.n,
         "RANK": plan.rank,
         "STREAMS": plan.streams,
         "D": plan.d,
         "PARTS": plan.parts,
+        "HALVES": plan.halves_of(capacity),
         "ROWS": plan.rows,
         "X_ROWS": capacity,
         "FORMAT": plan.stream.coding.number,
-        # 2 where the next kernel's block fits beside this one: 128 registers a thread and half of the shared memory
-        "PER_SM": 2 if shared_bytes(plan, capacity) <= SHARED_LIMIT_OF_TWO else 1,
+        # 128 registers a thread, so that the next kernel's block fits beside this one
+        "PER_SM": 2 if plan.halves_of(capacity) * plan.rows <= 48 else 1,
     }
+    return macros if write is None else macros | {"WRITE": int(write)}
 
 
-def shared_bytes(plan: DownPlan, capacity: int) -> int:
+def shared_bytes(plan: DownPlan, capacity: int, write: bool | None = None) -> int:
     """Dynamic shared memory of a block of the product, as `hc_down.cu` lays it out."""
     widths = -(-plan.rows // 8)
     pitch = (widths + (widths % 2 == 0)) * 8
-    weights, sums = WARPS * plan.stream.piece_bytes, (WARPS * pitch + plan.rows) * capacity * 4
-    scales = plan.rows * 4 if plan.format in ("fp8_channel", "fp8_tensor") else 0
-    return -(-(weights + 448 + sums + scales) // 8) * 8 + WARPS * 8
+    cluster, row_values = plan.cluster(capacity), plan.halves_of(capacity) * plan.rows
+    inbox = cluster * -(-capacity // cluster) * row_values
+    used = WARPS * plan.stream.piece_bytes + 448 + (WARPS * pitch * capacity + inbox) * 4
+    used += row_values * 4 if plan.format in ("fp8_channel", "fp8_tensor") else 0
+    if write is not None:
+        used += capacity * plan.d // UNIT_COLUMNS * 4
+    used = -(-used // 16) * 16 + (0 if write is None else plan.d // plan.parts * 4)
+    return used + (WARPS + 1) * 8
 
 
 def launch_norms(

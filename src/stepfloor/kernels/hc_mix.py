@@ -66,7 +66,7 @@ from stepfloor.kernels._torch import product, sigmoid
 logger = logging.getLogger(__name__)
 
 MAX_ROWS = 80  # more rows are prefill: the library multiplies
-DIRECT_ROWS = 8  # rows up to which every warp reads `low` itself: the first half of a tile
+DIRECT_ROWS = 8  # rows up to which weights are decoded as they are needed
 TURN_ROWS = 32
 BLOCK_CHANNELS = 1024
 FORMATS = ("bf16", "fp8_channel", "fp8_tensor", "mxfp8")  # that `hc_mix.cu` reads
@@ -333,13 +333,13 @@ def kernel_macros(plan: MixPlan, capacity: int) -> dict[str, int]:
 
 def shared_bytes(plan: MixPlan, capacity: int) -> int:
     """Dynamic shared memory of a block, as `hc_mix.cu` lays it out."""
-    stream, staged = plan.stream, capacity > DIRECT_ROWS
+    stream, held = plan.stream, capacity > DIRECT_ROWS
     widths = -(-stream.rows // 8)
     pitch = (widths + (widths % 2 == 0)) * 8
     scales = plan.streams * plan.columns * 4 if plan.format in ("fp8_channel", "fp8_tensor") else 0
     weights, sums = stream.piece_bytes, capacity * pitch * 4
-    of_warps = WARPS * (max(weights, sums) if staged else weights + sums) + 512
-    low = capacity * plan.rank * 2 if staged else 0
+    of_warps = WARPS * (max(weights, sums) if held else weights + sums) + 512
+    low = capacity * (plan.rank * 2 + 64)
     return -(-(of_warps + low + scales) // 8) * 8 + WARPS * 8
 
 

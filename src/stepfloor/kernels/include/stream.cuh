@@ -325,3 +325,9 @@ DEVICE void store_remote(u32 remote, float value) { asm volatile("st.shared::clu
 
 // Where load_peer would read. The other block must have started, and must not end before a cluster_sync.
 DEVICE void store_peer(u32 address, u32 rank, float value) { store_remote(peer_address(address, rank), value); }
+
+// The same, which counts as bytes of a barrier of that block: whoever waits there sees the value. Both from peer_address.
+DEVICE void send_peer(u32 remote, float value, u32 remote_barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(remote), "f"(value), "r"(remote_barrier)
+               : "memory");
+}
