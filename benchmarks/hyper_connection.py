@@ -376,7 +376,7 @@ def time_rows(rows: int, passed: set[str], options: argparse.Namespace, device: 
     if down is not None:
         plan, turns = down[0].plan, down[0].plan.turns(rows)
         graphs["part norms"] = part(load_norms(plan, turns, True, device, options.cache_dir), down)
-        graphs["part product"] = part(load_product(plan, turns, None, device, options.cache_dir), down)
+        graphs["part product"] = part(load_product(plan, turns, device, options.cache_dir), down)
         graphs["down bf16, no PDL"] = chain(down, None, False)
     if up is not None:
         graphs["mix bf16, no PDL"] = chain(None, up, False)

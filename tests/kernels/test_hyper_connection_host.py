@@ -131,17 +131,15 @@ def run_down(
     normed: Tensor,
     directory: Path,
 ) -> None:
-    """The kernel, or both, one after the other; the second may read n too."""
+    """Both kernels, one after the other; the second may read n too."""
     turns = plan.turns(count)
-    both = write if turns.rows <= hc_down_module.BOTH_ROWS else None
-    if both is None:
-        norms = build("hc_down", "hc_down_norms_kernel", hc_down_module.norms_macros(plan, write), directory)
-        squares = plan.d // hc_down_module.UNIT_COLUMNS * 4
-        assert run(norms, packed, reads, squares, turns.count * turns.rows * plan.streams, 1) == 0
-        reads = [*reads, normed]
-    macros, shared = hc_down_module.product_macros(plan, turns.rows, both), hc_down_module.shared_bytes(plan, turns.rows, both)
+    norms = build("hc_down", "hc_down_norms_kernel", hc_down_module.norms_macros(plan, write), directory)
+    squares = plan.d // hc_down_module.UNIT_COLUMNS * 4
+    assert run(norms, packed, reads, squares, turns.count * turns.rows * plan.streams, 1) == 0
+    macros, shared = hc_down_module.product_macros(plan, turns.rows), hc_down_module.shared_bytes(plan, turns.rows)
     product = build("hc_down", "hc_down_product_kernel", macros, directory)
-    assert run(product, packed, reads, shared, turns.count * plan.blocks(turns.rows), plan.cluster(turns.rows)) == 0
+    blocks, cluster = turns.count * plan.blocks(turns.rows), plan.cluster(turns.rows)
+    assert run(product, packed, [*reads, normed], shared, blocks, cluster) == 0
 
 
 def build(name: str, kernel: str, macros: dict[str, int], directory: Path) -> ctypes.CDLL:

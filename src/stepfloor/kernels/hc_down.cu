@@ -1,11 +1,10 @@
 // The seam between two sub-layers: R <- R + w y, the norm of each stream, down and inject rows, silu and sigmoid.
 // Source: hc_down.py, which writes the tape and repeats the equations; these kernels round where the source does.
 //
-// Few rows: one kernel. More: two, one after the other. The norms: a block for each stream of a row writes R and n. The product:
-// a cluster owns ROWS weight rows, or twice as many; each of its blocks owns the columns of one stream, or of a PARTS-th of one,
-// or of half of that; a warp reads its slice of n from the L2, once for all weight rows. Each block sends its sums to the block
-// of the cluster that ends them, so nobody waits for a barrier of the cluster. In the one kernel every block of the product
-// makes the n it needs, from all of its stream: what that reads again costs less than a second kernel.
+// Two kernels, one after the other. The norms: a block for each stream of a row writes R and n. The product: a cluster owns
+// ROWS weight rows, or twice as many; each of its blocks owns the columns of one stream, or of a PARTS-th of one, or of half of
+// that; a warp reads its slice of n from the L2, once for all weight rows. Each block sends its sums to the block of the cluster
+// that ends them, so nobody waits for a barrier of the cluster, nor fetches.
 // More than X_ROWS rows go in turns, all in one launch: the grid is turns times clusters.
 //
 // The order of sums depends on the shape and PARTS, never on the number of rows: squares in units of 256 columns (8 of a lane
@@ -14,7 +13,7 @@
 
 #include "stream.cuh"
 
-// FORM          0: norms, 1: product, 2: both
+// FORM          0: norms, 1: product
 // STREAMS, D    streams and the width of one
 // of the norms:
 // WRITE         whether an output waits to be written to the streams
@@ -37,11 +36,12 @@ struct Arguments {
   float eps;
 };
 
-constexpr int UNITS = D / 256;  // whose squares a warp adds up
-static_assert(UNITS * 256 == D, "shape");
-
-#if FORM != 1
+#if FORM == 0
 // ------------------------------------------------------------------ norms: R and n of one stream of a row
+
+constexpr int UNITS = D / 256;  // of a warp each
+constexpr int THREADS = UNITS * 32;
+static_assert(UNITS * 256 == D && THREADS <= 1024, "shape");
 
 DEVICE Words normalise(const Words& r, float factor, const Words& a, const Words& b) {
   Words v;
@@ -70,11 +70,6 @@ DEVICE void write_stream(Words& r, const Words& y, u32 weight) {
   r.z = add_pair(r.z, multiply_pair(y.z, w));
   r.w = add_pair(r.w, multiply_pair(y.w, w));
 }
-
-#endif
-#if FORM == 0
-constexpr int THREADS = UNITS * 32;
-static_assert(THREADS <= 1024, "shape");
 
 extern "C" __global__ void __launch_bounds__(THREADS) hc_down_norms_kernel(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(128) u8 shared[];
@@ -121,48 +116,54 @@ constexpr bool TALL = X_ROWS > 8 * HALVES;
 constexpr int TILE_ROWS = TALL ? 16 : 8;
 constexpr int TILES = (X_ROWS + TILE_ROWS - 1) / TILE_ROWS;
 constexpr int TEAM_TILES = (TILES + HALVES - 1) / HALVES;
+constexpr bool HELD = !TALL && HALVES == 1;  // weights wait in registers for few rows of x
 constexpr int PIECE_BYTES = STEPS * unit_bytes(ROWS);
 constexpr int PITCH = (WIDTHS + (WIDTHS % 2 == 0)) * 8;
 constexpr int ROW_VALUES = HALVES * ROWS;  // of the product, that a cluster ends
 constexpr int OWNED_ROWS = (X_ROWS + CLUSTER - 1) / CLUSTER;
 constexpr int OWNED = OWNED_ROWS * ROW_VALUES;  // that a block ends
+constexpr int VECTOR = ROWS % 4 == 0 ? 4 : 1;   // values sent at a time
 static_assert(COLUMNS * PARTS == D && STEPS * 256 == COLUMNS && (HALVES == 1 || HALVES == 2), "shape");
 static_assert(X_ROWS <= 8 || X_ROWS % 16 == 0, "rows");
-static_assert(FORM == 1 || (HALVES == 1 && X_ROWS <= 8), "rows");
 static_assert(UNIT_STEPS == 1 && !BLOCK_SCALES, "format");
 constexpr int SUMS_AT = WARPS * PIECE_BYTES + 448;  // 448: what idle lanes read past the last weight row
-constexpr int INBOX_AT = SUMS_AT + WARPS * X_ROWS * PITCH * 4;
+constexpr int INBOX_AT = (SUMS_AT + WARPS * X_ROWS * PITCH * 4 + 15) / 16 * 16;
 constexpr int ROW_SCALES_AT = INBOX_AT + CLUSTER * OWNED * 4;
-constexpr int SQUARES_AT = ROW_SCALES_AT + (ROW_SCALES ? ROW_VALUES * 4 : 0);
-constexpr int SCALE_AT = (SQUARES_AT + (FORM == 2 ? X_ROWS * UNITS * 4 : 0) + 15) / 16 * 16;
-constexpr int BARRIERS_AT = SCALE_AT + (FORM == 2 ? COLUMNS * 4 : 0);  // one for each warp's weights, one for the inbox
+constexpr int BARRIERS_AT = (ROW_SCALES_AT + (ROW_SCALES ? ROW_VALUES * 4 : 0) + 7) / 8 * 8;  // of each warp's weights, of the inbox
 
-// One step of a warp: 32 columns of all weight rows of a group by a tile of rows. weights: shared address of the unit
-DEVICE void multiply(float (&acc)[WIDTHS][2][4], u32 weights, const Words& x, const Words& z, int g, int t) {
+// One step of a warp: 32 columns of all weight rows of a group by a tile of rows. unit: shared address; held: the same weights
+DEVICE void multiply(float (&acc)[WIDTHS][2][4], u32 unit, const Words (&held)[WIDTHS], const Words& x, const Words& z, int g, int t) {
 #pragma unroll
   for (int width = 0; width < WIDTHS; width++) {
-    const Words w = decode(load_codes(weights, ROWS, width * 8 + g, t), 0, t);
+    const Words w = HELD ? held[width] : decode(load_codes(unit, ROWS, width * 8 + g, t), 0, t);
     matrix_step(acc[width][0], x.x, z.x, x.y, z.y, w.x, w.y);
     matrix_step(acc[width][1], x.z, z.z, x.w, z.w, w.z, w.w);
   }
 }
 
-// Four slices in order, the first of them at `from`.
-DEVICE float add_slices(const float* from) {
-  float value = 0.f;
+// Four slices of VECTOR values in order, the first slice at `from`.
+DEVICE void add_slices(float (&value)[VECTOR], const float* from) {
 #pragma unroll
-  for (int slice = 0; slice < 4; slice++) value += from[slice * (X_ROWS * PITCH)];
-  return value;
+  for (int slice = 0; slice < 4; slice++) {
+    float v[VECTOR];
+    load_values(v, from + slice * (X_ROWS * PITCH));
+#pragma unroll
+    for (int i = 0; i < VECTOR; i++) value[i] = slice == 0 ? v[i] : value[i] + v[i];
+  }
 }
 
 // The block's sums, each to the block of the cluster that ends it. inbox, barrier: shared addresses
 DEVICE void send_sums(const float* sums, u32 inbox, u32 barrier, int rank, int rows) {
-  for (int e = threadIdx.x; e < rows * ROW_VALUES; e += THREADS) {
-    const int row = e / ROW_VALUES, half = e % ROW_VALUES / ROWS;
+  for (int e = threadIdx.x * VECTOR; e < rows * ROW_VALUES; e += THREADS * VECTOR) {
+    const int row = e / ROW_VALUES, half = e % ROW_VALUES / ROWS, owner = e / OWNED;
     const float* from = sums + half * (SLICES * X_ROWS * PITCH) + row * PITCH + e % ROWS;
-    float value = add_slices(from);
-    if (HALVES == 1) value += add_slices(from + 4 * (X_ROWS * PITCH));
-    const int owner = e / OWNED;
+    float value[VECTOR], more[VECTOR];
+    add_slices(value, from);
+    if (HALVES == 1) {
+      add_slices(more, from + 4 * (X_ROWS * PITCH));
+#pragma unroll
+      for (int i = 0; i < VECTOR; i++) value[i] += more[i];
+    }
     send_peer(peer_address(inbox + (rank * OWNED + e % OWNED) * 4, owner), value, peer_address(barrier, owner));
   }
 }
@@ -186,58 +187,11 @@ DEVICE void end_sums(const Arguments& a, const float* inbox, const float* row_sc
     // the source rounds the product, divides, rounds the function
     value = lower(to_bf16(value)) / STREAMS;
     if (row < RANK)
-      a.low[m * RANK + row] = to_bf16(value * sigmoid(value));
+      a.low[m * RANK + row] = to_bf16(value * short_sigmoid(value));
     else if (row < N)
-      a.new_weights[m * STREAMS + row - RANK] = to_bf16(2.f * sigmoid(value));
+      a.new_weights[m * STREAMS + row - RANK] = to_bf16(2.f * short_sigmoid(value));
   }
 }
-
-#if FORM == 2
-// The fragments of n of this lane's row and steps. squares, scale: shared; first, rows: of the turn; column: in the stream
-DEVICE void make_normed(const Arguments& a, Words (&x)[STEPS], float* squares, u32 scale, int stream, int column, int first, int rows,
-                        bool keep_residual, bool keep_normed) {
-  constexpr int OF_WARP = (X_ROWS * UNITS + WARPS - 1) / WARPS;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, mine = min(g, rows - 1);
-  const long long at = (long long)(first + mine) * (STREAMS * D) + stream * D + column;
-  Words y[WRITE ? STEPS : 1], r[OF_WARP], s[WRITE ? OF_WARP : 1];
-  u32 weight = 0, weights[OF_WARP];
-#pragma unroll
-  for (int i = 0; i < OF_WARP; i++) {
-    const int item = min(warp + WARPS * i, rows * UNITS - 1), row = first + item / UNITS, from = item % UNITS * 256 + lane * 8;
-    r[i] = load_global(a.residual + (long long)row * (STREAMS * D) + stream * D + from);
-    if constexpr (WRITE) {
-      s[i] = load_global(a.y + (long long)row * D + from);
-      weights[i] = load_half(a.weights + row * STREAMS + stream);
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < STEPS; i++) {
-    x[i] = load_global(a.residual + at + i * 32);
-    if constexpr (WRITE) y[i] = load_global(a.y + (long long)(first + mine) * D + column + i * 32);
-  }
-  if constexpr (WRITE) weight = load_half(a.weights + (first + mine) * STREAMS + stream);
-#pragma unroll
-  for (int i = 0; i < OF_WARP; i++) {
-    if constexpr (WRITE) write_stream(r[i], s[i], weights[i]);
-    const float sum = warp_sum(square_sum(r[i]));
-    if (lane == 0 && warp + WARPS * i < rows * UNITS) squares[warp + WARPS * i] = sum;
-  }
-  __syncthreads();
-  float total = 0.f;
-#pragma unroll
-  for (int i = 0; i < UNITS; i++) total += squares[mine * UNITS + i];
-  const float factor = inverse_root(total / D + a.eps);
-#pragma unroll
-  for (int i = 0; i < STEPS; i++) {
-    if constexpr (WRITE) {
-      write_stream(x[i], y[i], weight);
-      if (keep_residual && g < rows) store_global(a.new_residual + at + i * 32, x[i]);
-    }
-    x[i] = normalise(x[i], factor, load_shared(scale + i * 128), load_shared(scale + i * 128 + 16));
-    if (keep_normed && g < rows) store_global(a.normed + at + i * 32, x[i]);
-  }
-}
-#endif
 
 // A warp's step of x is refilled for its next tile as soon as it has been multiplied: some STEPS steps are on their way
 // from the L2 all the time, with the registers of one tile.
@@ -267,20 +221,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) hc_down_product_ke
   launch_dependents();
   if (ROW_SCALES)
     for (int i = threadIdx.x; i < ROW_VALUES; i += THREADS) row_scales[i] = load_global_float(a.row_scales + min(cluster * ROW_VALUES + i, N - 1));
-#if FORM == 2
-  for (int i = threadIdx.x; i < COLUMNS / 4; i += THREADS)
-    store_shared(base + SCALE_AT + i * 16, load_global(a.scale + part * COLUMNS + i * 4));
-#endif
   wait_for_predecessor();
 
   Words x[STEPS], z[STEPS];
-#if FORM == 2
-  const int column = slice * (STEPS * 32) + t * 8;  // of the part
-#pragma unroll
-  for (int i = 0; i < STEPS; i++) z[i] = Words{0, 0, 0, 0};
-  make_normed(a, x, (float*)(shared + SQUARES_AT), base + SCALE_AT + column * 4, part / PARTS, part % PARTS * COLUMNS + column, first, rows,
-              cluster == 0, cluster == min(1, GROUPS - 1));
-#else
   // rows past the last one repeat it: they spoil sums that nobody stores
   const u16* columns = a.normed + (long long)first * (STREAMS * D) + part * COLUMNS + slice * (STEPS * 32) + t * 8;
   const u16* top = columns + (long long)min(team * TILE_ROWS + g, rows - 1) * (STREAMS * D);
@@ -290,30 +233,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) hc_down_product_ke
     x[i] = load_global(top + i * 32);
     z[i] = TALL ? load_global(bottom + i * 32) : Words{0, 0, 0, 0};
   }
-#endif
   cluster_wait();  // every barrier of every block is there
 #pragma unroll
   for (int half = 0; half < HALVES; half++) barrier_wait(barriers + (half * SLICES + warp % SLICES) * 8, 0);
+  Words held[HELD ? STEPS : 1][WIDTHS];
+  if (HELD)
+#pragma unroll
+    for (int i = 0; i < STEPS; i++)
+#pragma unroll
+      for (int width = 0; width < WIDTHS; width++)
+        held[i][width] = decode(load_codes(base + warp * PIECE_BYTES + i * unit_bytes(ROWS), ROWS, width * 8 + g, t), 0, t);
 #pragma unroll
   for (int turn = 0; turn < TEAM_TILES; turn++) {
     const int tile = turn * HALVES + team;
     float acc[HALVES][WIDTHS][2][4];
 #pragma unroll
     for (int i = 0; i < HALVES * WIDTHS * 8; i++) (&acc[0][0][0][0])[i] = 0.f;
-#if FORM == 1
     top = columns + (long long)min((tile + HALVES) * TILE_ROWS + g, rows - 1) * (STREAMS * D);
     bottom = columns + (long long)min((tile + HALVES) * TILE_ROWS + g + 8, rows - 1) * (STREAMS * D);
-#endif
 #pragma unroll
     for (int i = 0; i < STEPS; i++) {
 #pragma unroll
       for (int half = 0; half < HALVES; half++)
-        multiply(acc[half], base + (half * SLICES + warp % SLICES) * PIECE_BYTES + i * unit_bytes(ROWS), x[i], z[i], g, t);
-#if FORM == 1
+        multiply(acc[half], base + (half * SLICES + warp % SLICES) * PIECE_BYTES + i * unit_bytes(ROWS), held[HELD ? i : 0], x[i], z[i], g, t);
       if (turn == TEAM_TILES - 1) continue;
       x[i] = load_global(top + i * 32);
       if (TALL) z[i] = load_global(bottom + i * 32);
-#endif
     }
     if (TILES % HALVES && tile >= TILES) continue;
 #pragma unroll

@@ -72,8 +72,7 @@ logger = logging.getLogger(__name__)
 
 MAX_ROWS = 80  # more rows are prefill: the library multiplies
 UNIT_COLUMNS = 256  # a warp reads 8 columns a lane at a time
-NORMS, PRODUCT, BOTH = range(3)  # FORM of `hc_down.cu`
-BOTH_ROWS = 4  # rows up to which one kernel does both
+NORMS, PRODUCT = range(2)  # FORM of `hc_down.cu`
 HALVED_ROWS = 32  # rows from which a cluster is twice as large, where it can be
 FORMATS = ("bf16", "fp8_channel", "fp8_tensor", "mxfp8")  # that `hc_down.cu` reads
 
@@ -264,11 +263,8 @@ def hc_down_repack(
     dense_launch(plan.stream, (1, plan.n, plan.n), target, streamed.cache_dir)
     for turns in (plan.turns(c) for c in ROW_CAPACITIES if c <= row_capacity(max_rows)):
         for write in (True, False):
-            if turns.rows <= BOTH_ROWS:
-                load_product(plan, turns, write, target, streamed.cache_dir)
-            else:
-                load_norms(plan, turns, write, target, streamed.cache_dir)
-                load_product(plan, turns, None, target, streamed.cache_dir)
+            load_norms(plan, turns, write, target, streamed.cache_dir)
+        load_product(plan, turns, target, streamed.cache_dir)
     # kernels request weights before they wait for their predecessor, which the repacking must not be
     torch.cuda.synchronize(target)
     return (streamed,)
@@ -280,7 +276,7 @@ def _halves_fit(plan: DownPlan, device: torch.device, cache_dir: Path) -> bool:
     cluster = plan.cluster(turns.rows)
     if cluster > (16 if torch.cuda.get_device_capability(device)[0] == 9 else 8):
         return False
-    clusters = load_product(plan, turns, None, device, cache_dir).clusters_at_once
+    clusters = load_product(plan, turns, device, cache_dir).clusters_at_once
     return clusters * cluster >= plan.blocks(turns.rows)
 
 
@@ -338,7 +334,7 @@ def queue_down(
     eps: float,
     dependent: bool = True,
 ) -> None:
-    """Queue the kernel, or both; all tensors contiguous bf16.
+    """Queue both kernels; all tensors contiguous bf16.
 
     norm_scale  float32, finished before the kernel before this one began: it is read before the wait
     inputs      residual, y, y_weights; outputs  as hc_down returns them; without y the first is left alone
@@ -347,12 +343,8 @@ def queue_down(
     residual, y, _ = inputs
     turns = down.plan.turns(residual.shape[0])
     packed = pack_arguments(down.tape, norm_scale, *inputs, *outputs, eps, down.scales)
-    write, device = y is not None, residual.device
-    if turns.rows <= BOTH_ROWS:
-        load_product(down.plan, turns, write, device, down.cache_dir, dependent)(packed)
-        return
-    load_norms(down.plan, turns, write, device, down.cache_dir, dependent)(packed)
-    load_product(down.plan, turns, None, device, down.cache_dir, dependent)(packed)
+    load_norms(down.plan, turns, y is not None, residual.device, down.cache_dir, dependent)(packed)
+    load_product(down.plan, turns, residual.device, down.cache_dir, dependent)(packed)
 
 
 def pack_arguments(
@@ -384,13 +376,10 @@ def load_norms(
 
 
 @cache
-def load_product(
-    plan: DownPlan, turns: Turns, write: bool | None, device: torch.device, cache_dir: Path, dependent: bool = True
-) -> Launch:
-    """The compiled product, once a process; with the norms where it is said whether an output waits to be written."""
-    macros = product_macros(plan, turns.rows, write)
-    cubin = compile_cuda("hc_down.cu", macros, device_arch(device), cache_dir)
-    blocks, cluster, shared = plan.blocks(turns.rows), plan.cluster(turns.rows), shared_bytes(plan, turns.rows, write)
+def load_product(plan: DownPlan, turns: Turns, device: torch.device, cache_dir: Path, dependent: bool = True) -> Launch:
+    """The compiled product, once a process."""
+    cubin = compile_cuda("hc_down.cu", product_macros(plan, turns.rows), device_arch(device), cache_dir)
+    blocks, cluster, shared = plan.blocks(turns.rows), plan.cluster(turns.rows), shared_bytes(plan, turns.rows)
     return Launch(
         cubin,
         "hc_down_product_kernel",
@@ -408,10 +397,10 @@ def norms_macros(plan: DownPlan, write: bool) -> dict[str, int]:
     return {"FORM": NORMS, "STREAMS": plan.streams, "D": plan.d, "WRITE": int(write)}
 
 
-def product_macros(plan: DownPlan, capacity: int, write: bool | None = None) -> dict[str, int]:
-    """The macros that specialise the product of `hc_down.cu` for so many rows of a turn, with the norms or without."""
-    macros = {
-        "FORM": PRODUCT if write is None else BOTH,
+def product_macros(plan: DownPlan, capacity: int) -> dict[str, int]:
+    """The macros that specialise the product of `hc_down.cu` for so many rows of a turn."""
+    return {
+        "FORM": PRODUCT,
         "N": plan.n,
         "RANK": plan.rank,
         "STREAMS": plan.streams,
@@ -421,24 +410,20 @@ def product_macros(plan: DownPlan, capacity: int, write: bool | None = None) -> 
         "ROWS": plan.rows,
         "X_ROWS": capacity,
         "FORMAT": plan.stream.coding.number,
-        # 128 registers a thread, so that the next kernel's block fits beside this one
+        # 2 where its sums leave room for the next kernel's block beside this one: 128 registers a thread
         "PER_SM": 2 if plan.halves_of(capacity) * plan.rows <= 48 else 1,
     }
-    return macros if write is None else macros | {"WRITE": int(write)}
 
 
-def shared_bytes(plan: DownPlan, capacity: int, write: bool | None = None) -> int:
+def shared_bytes(plan: DownPlan, capacity: int) -> int:
     """Dynamic shared memory of a block of the product, as `hc_down.cu` lays it out."""
     widths = -(-plan.rows // 8)
     pitch = (widths + (widths % 2 == 0)) * 8
     cluster, row_values = plan.cluster(capacity), plan.halves_of(capacity) * plan.rows
-    inbox = cluster * -(-capacity // cluster) * row_values
-    used = WARPS * plan.stream.piece_bytes + 448 + (WARPS * pitch * capacity + inbox) * 4
-    used += row_values * 4 if plan.format in ("fp8_channel", "fp8_tensor") else 0
-    if write is not None:
-        used += capacity * plan.d // UNIT_COLUMNS * 4
-    used = -(-used // 16) * 16 + (0 if write is None else plan.d // plan.parts * 4)
-    return used + (WARPS + 1) * 8
+    sums = -(-(WARPS * (plan.stream.piece_bytes + capacity * pitch * 4) + 448) // 16) * 16
+    inbox = cluster * -(-capacity // cluster) * row_values * 4
+    scales = row_values * 4 if plan.format in ("fp8_channel", "fp8_tensor") else 0
+    return -(-(sums + inbox + scales) // 8) * 8 + (WARPS + 1) * 8
 
 
 def launch_norms(

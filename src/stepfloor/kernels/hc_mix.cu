@@ -6,8 +6,8 @@
 // More than X_ROWS rows go in turns, all in one launch: the grid is turns times blocks.
 //
 // The block brings `low` to shared memory once: read by every warp, its few lines of the L2 keep all multiprocessors waiting.
-// From 9 rows on weights are HELD: a warp keeps them in registers, decoded once for all tiles of 16 rows, and its sums take their
-// place in shared memory, so that the next kernel's block still fits beside this one.
+// A warp keeps its weights in registers, decoded while `low` is on its way, and its sums take their place in shared memory, so
+// that the next kernel's block still fits beside this one.
 
 #include "stream.cuh"
 #include "formats.cuh"
@@ -27,8 +27,7 @@ constexpr int BLOCKS = (D + COLUMNS - 1) / COLUMNS;  // of a turn
 constexpr int ROWS = COLUMNS / HALVES;  // weight rows of a warp
 constexpr int STEPS = RANK / (32 * SLICES);
 constexpr int WIDTHS = (ROWS + 7) / 8;
-constexpr bool HELD = X_ROWS > 8;
-constexpr int TILE_ROWS = HELD ? 16 : X_ROWS;
+constexpr bool TALL = X_ROWS > 8;
 constexpr int TILES = (X_ROWS + 15) / 16;
 constexpr int PIECE_BYTES = STEPS * unit_bytes(ROWS);
 constexpr int PITCH = (WIDTHS + (WIDTHS % 2 == 0)) * 8;
@@ -36,13 +35,10 @@ constexpr int SUMS_BYTES = X_ROWS * PITCH * 4;  // of a warp
 constexpr int PAIRS = COLUMNS / 2;              // channels are finished two at a time
 constexpr int ROUNDS = (X_ROWS * PAIRS + THREADS - 1) / THREADS;
 static_assert(HALVES * STREAMS * SLICES == WARPS && ROWS * HALVES == COLUMNS && STEPS * 32 * SLICES == RANK, "plan");
-static_assert(COLUMNS % 2 == 0 && D % 2 == 0 && (!HELD || X_ROWS % 16 == 0), "plan");
+static_assert(COLUMNS % 2 == 0 && D % 2 == 0 && (!TALL || X_ROWS % 16 == 0), "plan");
 static_assert(UNIT_STEPS == 1 && !BLOCK_SCALES, "format");
-// a warp's weights, and its sums beside them or, where held, after them
-constexpr int WARP_BYTES = HELD ? (PIECE_BYTES > SUMS_BYTES ? PIECE_BYTES : SUMS_BYTES) : PIECE_BYTES;
-constexpr int SUMS_AT = HELD ? 0 : WARPS * PIECE_BYTES + 512;  // 512: what idle lanes read past the last row
-constexpr int SUMS_PITCH = HELD ? WARP_BYTES / 4 : X_ROWS * PITCH;  // floats from warp to warp
-constexpr int X_AT = WARPS * WARP_BYTES + 512 + (HELD ? 0 : WARPS * SUMS_BYTES);
+constexpr int WARP_BYTES = PIECE_BYTES > SUMS_BYTES ? PIECE_BYTES : SUMS_BYTES;  // a warp's weights, then its sums
+constexpr int X_AT = WARPS * WARP_BYTES + 512;  // 512: what idle lanes read past the last row
 constexpr int X_PITCH = RANK * 2 + 64;  // bytes: two rows of four lanes lie in different banks
 constexpr int COPIES = (X_ROWS * (RANK / 8) + THREADS - 1) / THREADS;  // of a thread
 constexpr int ROW_SCALES_AT = X_AT + X_ROWS * X_PITCH;
@@ -56,12 +52,23 @@ struct Arguments {
   int rows;
 };
 
+// The sums of channels j and j + 1, j even, of a stream in a row.
+DEVICE void load_pair(float (&v)[2], const float* sums, int stream, int j, int slice, int row) {
+  auto place = [&](int i) { return sums + ((stream * HALVES + i / ROWS) * SLICES + slice) * (WARP_BYTES / 4) + row * PITCH + i % ROWS; };
+  if constexpr (ROWS % 2 == 0) {
+    load_values(v, place(j));
+  } else {
+    v[0] = *place(j);
+    v[1] = *place(j + 1);
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) hc_mix_kernel(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(128) u8 shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int block = blockIdx.x % BLOCKS, first = blockIdx.x / BLOCKS * X_ROWS, rows = min(a.rows - first, X_ROWS);
   const u32 base = shared_address(shared), weights = base + warp * WARP_BYTES, barrier = base + BARRIERS_AT + warp * 8;
-  float* sums = (float*)(shared + SUMS_AT);
+  const float* sums = (const float*)shared;
   float* row_scales = (float*)(shared + ROW_SCALES_AT);
   if (lane == 0) {
     barrier_init(barrier, 1);
@@ -95,18 +102,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) hc_mix_kernel(cons
   }
 
   barrier_wait(barrier, 0);
-  Words w[HELD ? STEPS : 1][HELD ? WIDTHS : 1];
-  if constexpr (HELD) {
+  Words w[STEPS][WIDTHS];
 #pragma unroll
-    for (int i = 0; i < STEPS; i++)
+  for (int i = 0; i < STEPS; i++)
 #pragma unroll
-      for (int width = 0; width < WIDTHS; width++)
-        w[i][width] = decode(load_codes(weights + i * unit_bytes(ROWS), ROWS, width * 8 + g, t), 0, t);
-  }
+    for (int width = 0; width < WIDTHS; width++)
+      w[i][width] = decode(load_codes(weights + i * unit_bytes(ROWS), ROWS, width * 8 + g, t), 0, t);
   copies_wait<0>();
-  __syncthreads();  // all of `low` is here, and nobody reads held weights from where sums go
-  // rows that were not copied spoil sums that nobody stores; up to 8 rows lanes of dead ones repeat the last
-  const u32 of_lane = base + X_AT + (HELD ? g : min(g, X_ROWS - 1)) * X_PITCH + warp % SLICES * (STEPS * 64) + t * 16;
+  __syncthreads();  // all of `low` is here, and nobody reads weights from where sums go
+  // what lanes of rows that were not copied read spoils sums that nobody stores
+  const u32 of_lane = base + X_AT + (TALL ? g : min(g, X_ROWS - 1)) * X_PITCH + warp % SLICES * (STEPS * 64) + t * 16;
 #pragma unroll
   for (int tile = 0; tile < TILES; tile++) {
     float acc[WIDTHS][2][4];
@@ -115,15 +120,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) hc_mix_kernel(cons
 #pragma unroll
     for (int i = 0; i < STEPS; i++) {
       const u32 at = of_lane + tile * 16 * X_PITCH + i * 64;
-      const Words x = load_shared(at), z = HELD ? load_shared(at + 8 * X_PITCH) : Words{0, 0, 0, 0};
+      const Words x = load_shared(at), z = TALL ? load_shared(at + 8 * X_PITCH) : Words{0, 0, 0, 0};
 #pragma unroll
       for (int width = 0; width < WIDTHS; width++) {
-        const Words v = HELD ? w[HELD ? i : 0][HELD ? width : 0] : decode(load_codes(weights + i * unit_bytes(ROWS), ROWS, width * 8 + g, t), 0, t);
+        const Words& v = w[i][width];
         matrix_step(acc[width][0], x.x, z.x, x.y, z.y, v.x, v.y);
         matrix_step(acc[width][1], x.z, z.z, x.w, z.w, v.z, v.w);
       }
     }
-    store_sums<TILE_ROWS, PITCH>(sums + warp * SUMS_PITCH + tile * 16 * PITCH, acc, g, t);
+    store_sums<TALL ? 16 : X_ROWS, PITCH>((float*)(shared + warp * WARP_BYTES) + tile * 16 * PITCH, acc, g, t);
   }
   __syncthreads();
 #pragma unroll
@@ -137,9 +142,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) hc_mix_kernel(cons
       const int j = e % PAIRS * 2;
 #pragma unroll
       for (int slice = 0; slice < SLICES; slice++) {
-#pragma unroll
-        for (int c = 0; c < 2; c++)
-          value[c] += sums[((s * HALVES + (j + c) / ROWS) * SLICES + slice) * SUMS_PITCH + m * PITCH + (j + c) % ROWS];
+        float v[2];
+        load_pair(v, sums, s, j, slice, m);
+        value[0] += v[0];
+        value[1] += v[1];
       }
       if (ROW_SCALES) {
         value[0] *= row_scales[s * COLUMNS + j];

@@ -66,7 +66,6 @@ from stepfloor.kernels._torch import product, sigmoid
 logger = logging.getLogger(__name__)
 
 MAX_ROWS = 80  # more rows are prefill: the library multiplies
-DIRECT_ROWS = 8  # rows up to which weights are decoded as they are needed
 TURN_ROWS = 32
 BLOCK_CHANNELS = 1024
 FORMATS = ("bf16", "fp8_channel", "fp8_tensor", "mxfp8")  # that `hc_mix.cu` reads
@@ -333,12 +332,11 @@ def kernel_macros(plan: MixPlan, capacity: int) -> dict[str, int]:
 
 def shared_bytes(plan: MixPlan, capacity: int) -> int:
     """Dynamic shared memory of a block, as `hc_mix.cu` lays it out."""
-    stream, held = plan.stream, capacity > DIRECT_ROWS
+    stream = plan.stream
     widths = -(-stream.rows // 8)
     pitch = (widths + (widths % 2 == 0)) * 8
     scales = plan.streams * plan.columns * 4 if plan.format in ("fp8_channel", "fp8_tensor") else 0
-    weights, sums = stream.piece_bytes, capacity * pitch * 4
-    of_warps = WARPS * (max(weights, sums) if held else weights + sums) + 512
+    of_warps = WARPS * max(stream.piece_bytes, capacity * pitch * 4) + 512
     low = capacity * (plan.rank * 2 + 64)
     return -(-(of_warps + low + scales) // 8) * 8 + WARPS * 8
 

@@ -36,6 +36,9 @@ struct Index {
 struct float2 {
   float x, y;
 };
+struct float4 {
+  float x, y, z, w;
+};
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float __uint_as_float(u32 bits) {
   float value;
@@ -338,10 +341,11 @@ inline void store_remote(u32 remote, float value) {
   check_shared(address, 4);
   *(float*)((*cluster)[remote >> 24]->shared() + address) = value;
 }
-inline void send_peer(u32 remote, float value, u32 remote_barrier) {
+template <int COUNT> void send_peer(u32 remote, const float (&v)[COUNT], u32 remote_barrier) {
+  check_shared(remote & 0xffffff, COUNT * 4);
   check_shared(remote_barrier & 0xffffff, 8);
-  store_remote(remote, value);
-  barrier_change(*(std::atomic<u64>*)((*cluster)[remote_barrier >> 24]->shared() + (remote_barrier & 0xffffff)), -4, 0);
+  for (int i = 0; i < COUNT; i++) store_remote(remote + i * 4, v[i]);
+  barrier_change(*(std::atomic<u64>*)((*cluster)[remote_barrier >> 24]->shared() + (remote_barrier & 0xffffff)), -4 * COUNT, 0);
 }
 inline void store_peer(u32 address, u32 rank, float value) { store_remote(peer_address(address, rank), value); }
 

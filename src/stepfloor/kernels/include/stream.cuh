@@ -326,8 +326,13 @@ DEVICE void store_remote(u32 remote, float value) { asm volatile("st.shared::clu
 // Where load_peer would read. The other block must have started, and must not end before a cluster_sync.
 DEVICE void store_peer(u32 address, u32 rank, float value) { store_remote(peer_address(address, rank), value); }
 
-// The same, which counts as bytes of a barrier of that block: whoever waits there sees the value. Both from peer_address.
-DEVICE void send_peer(u32 remote, float value, u32 remote_barrier) {
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(remote), "f"(value), "r"(remote_barrier)
+// Stores that count as bytes of a barrier of that block: whoever waits there sees the values. Both from peer_address.
+DEVICE void send_peer(u32 remote, const float (&v)[1], u32 remote_barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(remote), "f"(v[0]), "r"(remote_barrier)
+               : "memory");
+}
+DEVICE void send_peer(u32 remote, const float (&v)[4], u32 remote_barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(remote), "f"(v[0]),
+               "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(remote_barrier)
                : "memory");
 }

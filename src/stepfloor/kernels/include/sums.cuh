@@ -14,3 +14,17 @@ template <int TILE, int WIDTH, int TIMES> DEVICE void store_sums(float* to, cons
     if (TILE > 8) *(float2*)(at + 8 * WIDTH) = make_float2(even[2] + odd[2], even[3] + odd[3]);
   }
 }
+
+DEVICE void load_values(float (&v)[1], const float* from) { v[0] = *from; }
+DEVICE void load_values(float (&v)[2], const float* from) {
+  const float2 pair = *(const float2*)from;
+  v[0] = pair.x;
+  v[1] = pair.y;
+}
+DEVICE void load_values(float (&v)[4], const float* from) {
+  const float4 four = *(const float4*)from;
+  v[0] = four.x;
+  v[1] = four.y;
+  v[2] = four.z;
+  v[3] = four.w;
+}
