@@ -217,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) hc_down_product_ke
     if (warp == 0 && owned > 0) barrier_expect(inbox_barrier, CLUSTER * owned * 4);
   }
   __syncwarp();
-  cluster_arrive();  // the inbox can be sent to
+  cluster_arrive_at_once();  // the inbox can be sent to
   launch_dependents();
   if (ROW_SCALES)
     for (int i = threadIdx.x; i < ROW_VALUES; i += THREADS) row_scales[i] = load_global_float(a.row_scales + min(cluster * ROW_VALUES + i, N - 1));
@@ -237,12 +237,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) hc_down_product_ke
 #pragma unroll
   for (int half = 0; half < HALVES; half++) barrier_wait(barriers + (half * SLICES + warp % SLICES) * 8, 0);
   Words held[HELD ? STEPS : 1][WIDTHS];
-  if (HELD)
+  if constexpr (HELD) {
 #pragma unroll
     for (int i = 0; i < STEPS; i++)
 #pragma unroll
       for (int width = 0; width < WIDTHS; width++)
         held[i][width] = decode(load_codes(base + warp * PIECE_BYTES + i * unit_bytes(ROWS), ROWS, width * 8 + g, t), 0, t);
+    __syncwarp();  // or the compiler moves these reads behind the wait for x
+  }
 #pragma unroll
   for (int turn = 0; turn < TEAM_TILES; turn++) {
     const int tile = turn * HALVES + team;

@@ -66,7 +66,7 @@ from stepfloor.kernels._torch import product, sigmoid
 logger = logging.getLogger(__name__)
 
 MAX_ROWS = 80  # more rows are prefill: the library multiplies
-TURN_ROWS = 32
+TURN_ROWS = 64
 BLOCK_CHANNELS = 1024
 FORMATS = ("bf16", "fp8_channel", "fp8_tensor", "mxfp8")  # that `hc_mix.cu` reads
 
@@ -217,6 +217,8 @@ def plan_mix(
 ) -> MixPlan:
     """One wave of blocks. The order of sums depends on rank and slices."""
     columns = -(-d // multiprocessors)
+    if columns > 8:
+        columns = -(-columns // 16) * 16
     return MixPlan(d, streams, rank, columns + columns % 2, slices, format_name)
 
 

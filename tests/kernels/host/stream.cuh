@@ -322,6 +322,7 @@ inline float warp_sum(float value) {
   return value;
 }
 inline void cluster_arrive() {}
+inline void cluster_arrive_at_once() {}
 inline void cluster_wait() { cluster_barrier->arrive_and_wait(); }
 inline void cluster_sync() { cluster_wait(); }
 inline void cluster_leave() { cluster_wait(); }

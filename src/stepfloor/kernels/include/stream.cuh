@@ -291,9 +291,12 @@ DEVICE void cluster_sync() {
   cluster_wait();
 }
 
+// The same for barriers that barrier_init_done has published: orders nothing else, and waits for no store.
+DEVICE void cluster_arrive_at_once() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+
 // The last barrier: a block that ends takes its shared memory with it. Orders nothing.
 DEVICE void cluster_leave() {
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  cluster_arrive_at_once();
   cluster_wait();
 }
 
