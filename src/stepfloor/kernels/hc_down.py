@@ -49,7 +49,6 @@ from stepfloor.kernels._jit import (
 from stepfloor.kernels._product import packed_product
 from stepfloor.kernels._stream import (
     ROW_CAPACITIES,
-    SHARED_LIMIT_OF_TWO,
     WARPS,
     StreamPlan,
     Turns,

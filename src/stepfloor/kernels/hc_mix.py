@@ -43,7 +43,6 @@ from stepfloor.kernels._jit import (
 from stepfloor.kernels._product import packed_product
 from stepfloor.kernels._stream import (
     ROW_CAPACITIES,
-    SHARED_LIMIT_OF_TWO,
     STEP_COLUMNS,
     WARPS,
     StreamPlan,
@@ -327,8 +326,8 @@ def kernel_macros(plan: MixPlan, capacity: int) -> dict[str, int]:
         "SLICES": plan.slices,
         "FORMAT": plan.stream.coding.number,
         "X_ROWS": capacity,
-        # 2 where the next kernel's block fits beside this one: 128 registers a thread and half of the shared memory
-        "PER_SM": 2 if shared_bytes(plan, capacity) <= SHARED_LIMIT_OF_TWO else 1,
+        # 2: 128 registers a thread, so that the next kernel's block fits beside this one; more would spill with them
+        "PER_SM": 2 if capacity <= 8 or (capacity <= 16 and plan.stream.rows <= 24) else 1,
     }
 
 
