@@ -218,7 +218,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) hc_down_product_ke
   }
   __syncwarp();
   cluster_arrive_at_once();  // the inbox can be sent to
-  launch_dependents();
   if (ROW_SCALES)
     for (int i = threadIdx.x; i < ROW_VALUES; i += THREADS) row_scales[i] = load_global_float(a.row_scales + min(cluster * ROW_VALUES + i, N - 1));
   wait_for_predecessor();
@@ -268,6 +267,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) hc_down_product_ke
       store_sums<X_ROWS < TILE_ROWS ? X_ROWS : TILE_ROWS, PITCH>(sums + ((half * SLICES + warp % SLICES) * X_ROWS + tile * TILE_ROWS) * PITCH, acc[half], g, t);
   }
   __syncthreads();
+  launch_dependents();  // no sooner: the next kernel's weights would share the way with those that this one waits for
   send_sums(sums, base + INBOX_AT, inbox_barrier, rank, rows);
   if (owned <= 0) return;
   barrier_wait(inbox_barrier, 0);

@@ -8,12 +8,13 @@ On a GPU the matrix is repacked once, at load (`hc_mix_repack`), so that one blo
 the same channels of every stream and finishes them. Its sums depend on the shape alone, never on the number of rows.
 More rows than a decode step has, and matrices that are not repacked, go through a product and one kernel for the rest.
 
-Why `low` is staged in shared memory for more than DIRECT_ROWS rows, at the model's sizes on an H200
-(`benchmarks/hyper-connection-h200.md`): read by every warp, 64 rows of it are 164 KB a block, and a multiprocessor gets
-42 bytes a ns of the L2. Staged, 16 rows take 3.70 us for 4.17 and 64 rows 8.36 for 10.4, both in turns of 16.
+Why it is cut so, at the model's sizes on an H200 (`benchmarks/hyper-connection-h200.md`):
 
-Why turns of TURN_ROWS: 64 rows take 6.70 us in two turns of 32, one wave of two blocks a multiprocessor; 7.93 in one of
-64, and 8.36 in four of 16, two waves.
+- A block brings `low` to shared memory once. Read by each of its warps, the few lines of `low` are asked for a thousand
+  times at once at 1 row: the first block had its sums 1.1 us after the wait, the last 2.5.
+- Weights wait in registers: reading them out of shared memory, 0.2 us or more, would follow the wait for `low`.
+- Blocks of 32 channels (80 of them), not of 20 (128): whole fragments of weights, whole sectors of n, fewer readers of
+  `low`: 2.6 us for 2.9 at 1 row, and 64 rows in one turn (a pair 14.4 us for 14.9).
 """
 
 import logging
@@ -214,11 +215,10 @@ def hc_mix_repack(
 def plan_mix(
     d: int, streams: int, rank: int, multiprocessors: int, slices: int = 2, format_name: str = "bf16"
 ) -> MixPlan:
-    """One wave of blocks. The order of sums depends on rank and slices."""
+    """One wave of blocks, of a multiple of 16 channels unless they are few. The order of sums: rank and slices."""
     columns = -(-d // multiprocessors)
-    if columns > 8:
-        columns = -(-columns // 16) * 16
-    return MixPlan(d, streams, rank, columns + columns % 2, slices, format_name)
+    columns += -columns % (16 if columns > 8 else 2)
+    return MixPlan(d, streams, rank, columns, slices, format_name)
 
 
 def fit_plan(plan: MixPlan, limit: int) -> MixPlan:
