@@ -114,9 +114,10 @@ constexpr int SLICES = WARPS / HALVES;
 constexpr int WIDTHS = (ROWS + 7) / 8;
 constexpr bool TALL = X_ROWS > 8 * HALVES;
 constexpr int TILE_ROWS = TALL ? 16 : 8;
+constexpr int LIVE_ROWS = X_ROWS < TILE_ROWS ? X_ROWS : TILE_ROWS;
 constexpr int TILES = (X_ROWS + TILE_ROWS - 1) / TILE_ROWS;
 constexpr int TEAM_TILES = (TILES + HALVES - 1) / HALVES;
-constexpr bool HELD = !TALL && HALVES == 1;  // weights wait in registers for few rows of x
+constexpr bool HELD = !TALL && HALVES == 1 && STEPS * WIDTHS <= 15;  // weights wait in registers: 60 of them, for few rows of x
 constexpr int PIECE_BYTES = STEPS * unit_bytes(ROWS);
 constexpr int PITCH = (WIDTHS + (WIDTHS % 2 == 0)) * 8;
 constexpr int ROW_VALUES = HALVES * ROWS;  // of the product, that a cluster ends
@@ -203,6 +204,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) hc_down_product_ke
   // a warp copies the weights of its slice for one group; with two groups, it multiplies with those of both
   const int team = warp / SLICES, slice = rank % HALVES * SLICES + warp % SLICES, group = min(cluster * HALVES + team, GROUPS - 1);
   const u32 base = shared_address(shared), barriers = base + BARRIERS_AT, inbox_barrier = barriers + WARPS * 8;
+  auto piece_of = [&](int half) { return half * SLICES + warp % SLICES; };  // which warp copied it
   float* sums = (float*)(shared + SUMS_AT);
   float* inbox = (float*)(shared + INBOX_AT);
   float* row_scales = (float*)(shared + ROW_SCALES_AT);
@@ -219,7 +221,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) hc_down_product_ke
   __syncwarp();
   cluster_arrive_at_once();  // the inbox can be sent to
   if (ROW_SCALES)
-    for (int i = threadIdx.x; i < ROW_VALUES; i += THREADS) row_scales[i] = load_global_float(a.row_scales + min(cluster * ROW_VALUES + i, N - 1));
+    for (int i = threadIdx.x; i < ROW_VALUES; i += THREADS)
+      row_scales[i] = load_global_float(a.row_scales + min(cluster * ROW_VALUES + i, N - 1));
   wait_for_predecessor();
 
   Words x[STEPS], z[STEPS];
@@ -234,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) hc_down_product_ke
   }
   cluster_wait();  // every barrier of every block is there
 #pragma unroll
-  for (int half = 0; half < HALVES; half++) barrier_wait(barriers + (half * SLICES + warp % SLICES) * 8, 0);
+  for (int half = 0; half < HALVES; half++) barrier_wait(barriers + piece_of(half) * 8, 0);
   Words held[HELD ? STEPS : 1][WIDTHS];
   if constexpr (HELD) {
 #pragma unroll
@@ -256,7 +259,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) hc_down_product_ke
     for (int i = 0; i < STEPS; i++) {
 #pragma unroll
       for (int half = 0; half < HALVES; half++)
-        multiply(acc[half], base + (half * SLICES + warp % SLICES) * PIECE_BYTES + i * unit_bytes(ROWS), held[HELD ? i : 0], x[i], z[i], g, t);
+        multiply(acc[half], base + piece_of(half) * PIECE_BYTES + i * unit_bytes(ROWS), held[HELD ? i : 0], x[i], z[i], g, t);
       if (turn == TEAM_TILES - 1) continue;
       x[i] = load_global(top + i * 32);
       if (TALL) z[i] = load_global(bottom + i * 32);
@@ -264,7 +267,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) hc_down_product_ke
     if (TILES % HALVES && tile >= TILES) continue;
 #pragma unroll
     for (int half = 0; half < HALVES; half++)
-      store_sums<X_ROWS < TILE_ROWS ? X_ROWS : TILE_ROWS, PITCH>(sums + ((half * SLICES + warp % SLICES) * X_ROWS + tile * TILE_ROWS) * PITCH, acc[half], g, t);
+      store_sums<LIVE_ROWS, PITCH>(sums + (piece_of(half) * X_ROWS + tile * TILE_ROWS) * PITCH, acc[half], g, t);
   }
   __syncthreads();
   launch_dependents();  // no sooner: the next kernel's weights would share the way with those that this one waits for
