@@ -19,7 +19,7 @@ Why it is cut so, at the model's sizes on an H200 (`benchmarks/hyper-connection-
 - Two kernels. One that does everything takes 4.1 us for 3.7 at 1 row and 5.1 for 4.0 at 4, though every block makes the
   n it needs without a barrier of the cluster.
 - 14 clusters of 8 with 24 weight rows, not 16 with 21: the chip has room for 15 at one block a multiprocessor, and one
-  that shares its multiprocessors keeps all waiting. 64 rows take 6.8 us for 10.1; 15 clusters take 10.0, why is not known.
+  that shares its multiprocessors keeps all waiting. 64 rows take 6.8 us for 10.1 (15 clusters: 10.0, why is unknown).
 - Sums are sent to the block that ends them, which waits for their bytes: with the norms 4.0 us at 4 rows and 8.6 at 64.
   With a barrier of the cluster, after which that block fetches them, 5.0 and 9.5.
 - From HALVED_ROWS rows on a cluster has 16 blocks and two groups of weight rows. A block of 8 reads 1280 columns of n,
