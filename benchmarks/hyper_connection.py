@@ -7,7 +7,8 @@
    replay. What is wrong, crashes or hangs is named and gets no times.
 2. CUDA-graph replays of 96 calls, weights rotated (1.3 GB), rounds in alternating order, medians. `down` and `mix` are
    chains of one operator, each call reading the one before: a pipelined rate, as in the targets. `pair` alternates the
-   two, as the model does. `part` is one of the two kernels of hc_down alone.
+   two; with the router's product between pairs it is what the model does before experts. `part` is one of the two
+   kernels of hc_down alone, or that product.
 """
 
 import argparse
@@ -53,10 +54,13 @@ from stepfloor.kernels.hc_mix import (
     plan_mix,
     queue_mix,
 )
+from stepfloor.kernels.linear import StreamedWeight, plan_stream, stream_product
 from tests.kernels.streamed import down_faults, mix_faults
 
 WIDTH, STREAMS, RANK, D = 10240, 4, 320, 2560
+ROUTER = 1808  # rows of the router and the shared expert's gate and up projections
 PAIRS = 96
+ROUTERS = 32
 EPS = 1e-6
 CHECKED_ROWS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 40, 48, 64, 65, 80)
 ALONE = (0, 3, 7, 8, 15, 16, 17, 31, 32, 47, 48, 63, 64, 79)  # rows whose bits are compared with the row alone
@@ -84,6 +88,7 @@ class Buffers:
     weights: tuple[Tensor, Tensor]
     normed: Tensor
     low: Tensor
+    routed: Tensor
 
 
 def main() -> int:
@@ -128,7 +133,7 @@ def parse() -> argparse.Namespace:
 def down_plan(format_name: str, device: torch.device) -> DownPlan:
     """As `hc_down_repack` makes it."""
     count = torch.cuda.get_device_properties(device).multi_processor_count
-    return plan_down(RANK + STREAMS, RANK, STREAMS, D, count, 2, format_name)
+    return plan_down(RANK + STREAMS, RANK, STREAMS, D, count, 2, format_name, halves=2)
 
 
 def mix_plan(format_name: str, device: torch.device) -> MixPlan:
@@ -327,6 +332,10 @@ def time_rows(rows: int, passed: set[str], options: argparse.Namespace, device: 
             mix = mix_plan(format_name, device)
             tape, outer = pack_mix(quantize(up_store[0], format_name), mix)
             ups[name] = [StreamedMix(mix, t, options.cache_dir, outer) for t in tape.repeat(PAIRS, 1)]
+    router = plan_stream(ROUTER, D, torch.cuda.get_device_properties(device).multi_processor_count)
+    stored = quantize(torch.empty((ROUTER, D), dtype=torch.bfloat16, device=device).normal_(std=0.02), "bf16")
+    tapes = pack_tape(stored, router).repeat(ROUTERS, 1)
+    routers = [StreamedWeight(router, t, options.cache_dir) for t in tapes]
     scales = 1 + 0.1 * torch.randn(PAIRS, WIDTH, device=device)
     buffers = make_buffers(rows, device)
     torch.cuda.synchronize()
@@ -362,6 +371,13 @@ def time_rows(rows: int, passed: set[str], options: argparse.Namespace, device: 
 
         return capture(lambda: [call(i) for i in range(PAIRS)])
 
+    def route(i: int) -> None:
+        stream_product(buffers.y[1 - i % 2], routers[i % ROUTERS], buffers.routed)
+
+    def with_router(down: list[StreamedDown], up: list[StreamedMix]) -> torch.cuda.CUDAGraph:
+        """Each pair, then the product that reads what it mixed."""
+        return capture(lambda: [(queue(i, down, up, True), route(i)) for i in range(PAIRS)])
+
     def library() -> None:
         for i in range(PAIRS):
             library_pair(i, buffers, down_store, up_store, scales)
@@ -383,6 +399,10 @@ def time_rows(rows: int, passed: set[str], options: argparse.Namespace, device: 
     if down is not None and up is not None:
         graphs["pair bf16, no PDL"] = chain(down, up, False)
         graphs["pair bf16, again"] = chain(down, up)
+        route(0)  # loads the kernel outside of the capture
+        torch.cuda.synchronize()
+        graphs["pair bf16, then the router"] = with_router(down, up)
+        graphs["part router"] = capture(lambda: [route(i) for i in range(PAIRS)])
     return {name: round(us, 2) for name, us in medians_us(graphs, PAIRS, options.rounds).items()}
 
 
@@ -395,7 +415,7 @@ def make_buffers(rows: int, device: torch.device) -> Buffers:
 
     weights = two(STREAMS)
     normed, low = two(WIDTH)[0], two(RANK)[0]
-    return Buffers(two(WIDTH), two(D), (weights[0].sigmoid(), weights[1].sigmoid()), normed, low)
+    return Buffers(two(WIDTH), two(D), (weights[0].sigmoid(), weights[1].sigmoid()), normed, low, two(ROUTER)[0])
 
 
 def library_pair(i: int, b: Buffers, down_store: Tensor, up_store: Tensor, scales: Tensor) -> None:

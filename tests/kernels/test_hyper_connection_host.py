@@ -51,8 +51,8 @@ MIX_TURNS = ((16, 1), (16, 3), (16, 19), (48, 35))
 def test_down_on_the_host(parts: int, name: str, tmp_path: Path) -> None:
     inputs = hc_down_inputs(35, 512, 24, name, torch.bfloat16, "cpu")
     weight = inputs["down"][0]
-    plan = plan_down(28, 24, 4, 512, 8 * parts, parts, name)
-    assert plan.stream.groups == 2
+    plan = plan_down(28, 24, 4, 512, 18 if parts == 2 else 14, parts, name, halves=2)
+    assert plan.stream.groups == (2 if parts == 2 else 3)  # of three, a cluster of two has a dead one
     tape, scales = pack_tape(weight, plan.stream), outer_scales(weight)
     reference = hc_down_reference(**inputs)
     outputs = []
@@ -138,7 +138,8 @@ def run_down(
     assert run(norms, packed, reads, squares, turns.count * turns.rows * plan.streams, 1) == 0
     macros, shared = hc_down_module.product_macros(plan, turns.rows), hc_down_module.shared_bytes(plan, turns.rows)
     product = build("hc_down", "hc_down_product_kernel", macros, directory)
-    assert run(product, packed, [*reads, normed], shared, turns.count * plan.stream.blocks, plan.stream.split) == 0
+    blocks, cluster = turns.count * plan.blocks(turns.rows), plan.cluster(turns.rows)
+    assert run(product, packed, [*reads, normed], shared, blocks, cluster) == 0
 
 
 def build(name: str, kernel: str, macros: dict[str, int], directory: Path) -> ctypes.CDLL:

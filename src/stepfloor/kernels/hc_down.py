@@ -14,12 +14,18 @@ where the source does; its n and its sums come in another order, so it may diffe
 n and what that moves in the product. More rows than a decode step has, and matrices that are not repacked, go through
 three: write and norms, a product, and what follows it.
 
-Why two kernels, at the model's sizes on an H200 (`benchmarks/hyper-connection-h200.md`). One kernel that does
-everything makes each of 16 clusters prepare all rows, with a second barrier of the cluster before the product: 5.12 us
-a call at 1 row, 11.2 at 16, 30.7 at 64. Two take 4.20, 6.00 and 12.3. The norms (1.08, 1.38, 2.62 us alone) touch R, y
-and n once. A block of the product (3.20, 4.89, 10.05 us alone) requests its weights, 54 KB, before the wait, then reads
-its 1280 columns of n, 2.6 KB a row, at the 42 bytes a ns that a multiprocessor gets of the L2: 1.0 us at 16 rows and
-3.9 at 64, the largest part of what was estimated for 64 rows, 9 to 11 us.
+Why it is cut so, at the model's sizes on an H200 (`benchmarks/hyper-connection-h200.md`):
+
+- Two kernels. One that does everything takes 4.1 us for 3.7 at 1 row and 5.1 for 4.0 at 4, though every block makes the
+  n it needs without a barrier of the cluster.
+- 14 clusters of 8 with 24 weight rows, not 16 with 21: the chip has room for 15 at one block a multiprocessor, and one
+  that shares its multiprocessors keeps all waiting. 64 rows take 6.8 us for 10.1 (15 clusters: 10.0, why is unknown).
+- Sums are sent to the block that ends them, which waits for their bytes: with the norms 4.0 us at 4 rows and 8.6 at 64.
+  With a barrier of the cluster, after which that block fetches them, 5.0 and 9.5.
+- From HALVED_ROWS rows on a cluster has 16 blocks and two groups of weight rows. A block of 8 reads 1280 columns of n,
+  164 KB at 64 rows, one of 16 half of that: 8.2 us for 8.6 with the norms.
+- The product lets the next kernel in when it has its sums: 1 and 4 rows take 2 to 9 % less than if it did at its start
+  where a linear layer follows, as in the model, and 1 to 3 % more in a chain of hyper-connections alone.
 """
 
 import logging
@@ -49,7 +55,6 @@ from stepfloor.kernels._jit import (
 from stepfloor.kernels._product import packed_product
 from stepfloor.kernels._stream import (
     ROW_CAPACITIES,
-    SHARED_LIMIT_OF_TWO,
     WARPS,
     StreamPlan,
     Turns,
@@ -73,6 +78,7 @@ logger = logging.getLogger(__name__)
 MAX_ROWS = 80  # more rows are prefill: the library multiplies
 UNIT_COLUMNS = 256  # a warp reads 8 columns a lane at a time
 NORMS, PRODUCT = range(2)  # FORM of `hc_down.cu`
+HALVED_ROWS = 32  # rows from which a cluster is twice as large, where the chip runs all of those at once
 FORMATS = ("bf16", "fp8_channel", "fp8_tensor", "mxfp8")  # that `hc_down.cu` reads
 
 
@@ -81,9 +87,10 @@ class DownPlan:
     """How the matrix [N, S * D] is cut; the macros of `hc_down.cu` have these names.
 
     parts      blocks of a cluster for each stream
-    rows       weight rows of a cluster
+    rows       weight rows of a group, which a cluster owns
     format     of the matrix as stored
     turn_rows  rows of a block of the product at most; more go in turns, in one launch. Moves no bit
+    halves     2 where, from HALVED_ROWS rows on, two blocks share a part and a cluster owns two groups. Moves no bit
     """
 
     n: int
@@ -94,10 +101,23 @@ class DownPlan:
     rows: int
     format: str = "bf16"
     turn_rows: int = MAX_ROWS
+    halves: int = 1
 
     def turns(self, rows: int) -> Turns:
         """How the product takes this many rows."""
         return turns_for(rows, self.turn_rows)
+
+    def halves_of(self, capacity: int) -> int:
+        """Blocks of a part, and groups of a cluster, in the kernel for so many rows of a turn."""
+        return self.halves if capacity >= HALVED_ROWS else 1
+
+    def cluster(self, capacity: int) -> int:
+        """Blocks of a cluster."""
+        return self.streams * self.parts * self.halves_of(capacity)
+
+    def blocks(self, capacity: int) -> int:
+        """Blocks of a turn."""
+        return -(-self.stream.groups // self.halves_of(capacity)) * self.cluster(capacity)
 
     @property
     def stream(self) -> StreamPlan:
@@ -238,10 +258,13 @@ def hc_down_repack(
         return down
     count = torch.cuda.get_device_properties(target).multi_processor_count
     d = joined.shape[1] // streams
-    plan = plan_down(joined.shape[0], rank, streams, d, count, blocks_of_a_stream(d), format_name=joined.format)
+    plan = plan_down(joined.shape[0], rank, streams, d, count, blocks_of_a_stream(d), joined.format, halves=2)
     plan = fit_plan(plan, shared_limit(target))
+    cache_dir = cache_dir or default_cache_dir()
+    if not _halves_fit(plan, target, cache_dir):
+        plan = replace(plan, halves=1)
     tape = pack_tape(joined, plan.stream)
-    streamed = StreamedDown(plan, tape, cache_dir or default_cache_dir(), outer_scales(joined))
+    streamed = StreamedDown(plan, tape, cache_dir, outer_scales(joined))
     dense_launch(plan.stream, (1, plan.n, plan.n), target, streamed.cache_dir)
     for turns in (plan.turns(c) for c in ROW_CAPACITIES if c <= row_capacity(max_rows)):
         for write in (True, False):
@@ -252,17 +275,37 @@ def hc_down_repack(
     return (streamed,)
 
 
+def _halves_fit(plan: DownPlan, device: torch.device, cache_dir: Path) -> bool:
+    """Whether the device runs all clusters of the larger kind at once: a second wave takes as long as the first."""
+    turns = plan.turns(MAX_ROWS)
+    cluster = plan.cluster(turns.rows)
+    if cluster > (16 if torch.cuda.get_device_capability(device)[0] == 9 else 8):
+        return False
+    clusters = load_product(plan, turns, device, cache_dir).clusters_at_once
+    return clusters * cluster >= plan.blocks(turns.rows)
+
+
 def blocks_of_a_stream(d: int) -> int:
     """Two where a stream divides so: a cluster then has twice the weight rows, and half as many read all of n."""
     return 2 if d % (2 * UNIT_COLUMNS) == 0 else 1
 
 
 def plan_down(
-    n: int, rank: int, streams: int, d: int, multiprocessors: int, parts: int, format_name: str = "bf16"
+    n: int,
+    rank: int,
+    streams: int,
+    d: int,
+    multiprocessors: int,
+    parts: int,
+    format_name: str = "bf16",
+    halves: int = 1,
 ) -> DownPlan:
-    """One wave of clusters. The order of sums depends on the shape and parts."""
-    rows = -(-n // max(1, multiprocessors // (streams * parts)))
-    return DownPlan(n, rank, streams, d, parts, rows, format_name)
+    """One wave of clusters. The order of sums depends on the shape and parts.
+
+    Blocks of a cluster lie in one part of the chip, of 18 multiprocessors at most: a ninth cannot be reckoned with.
+    """
+    rows = -(-n // max(1, multiprocessors * 8 // (9 * streams * parts)))
+    return DownPlan(n, rank, streams, d, parts, rows, format_name, halves=halves)
 
 
 def fit_plan(plan: DownPlan, limit: int) -> DownPlan:
@@ -341,9 +384,16 @@ def load_norms(
 def load_product(plan: DownPlan, turns: Turns, device: torch.device, cache_dir: Path, dependent: bool = True) -> Launch:
     """The compiled product, once a process."""
     cubin = compile_cuda("hc_down.cu", product_macros(plan, turns.rows), device_arch(device), cache_dir)
-    blocks, cluster, shared = turns.count * plan.stream.blocks, plan.stream.split, shared_bytes(plan, turns.rows)
+    blocks, cluster, shared = plan.blocks(turns.rows), plan.cluster(turns.rows), shared_bytes(plan, turns.rows)
     return Launch(
-        cubin, "hc_down_product_kernel", device, blocks, WARPS * 32, shared, cluster=cluster, dependent=dependent
+        cubin,
+        "hc_down_product_kernel",
+        device,
+        turns.count * blocks,
+        WARPS * 32,
+        shared,
+        cluster=cluster,
+        dependent=dependent,
     )
 
 
@@ -361,11 +411,12 @@ def product_macros(plan: DownPlan, capacity: int) -> dict[str, int]:
         "STREAMS": plan.streams,
         "D": plan.d,
         "PARTS": plan.parts,
+        "HALVES": plan.halves_of(capacity),
         "ROWS": plan.rows,
         "X_ROWS": capacity,
         "FORMAT": plan.stream.coding.number,
-        # 2 where the next kernel's block fits beside this one: 128 registers a thread and half of the shared memory
-        "PER_SM": 2 if shared_bytes(plan, capacity) <= SHARED_LIMIT_OF_TWO else 1,
+        # 2 where its sums leave room for the next kernel's block beside this one: 128 registers a thread
+        "PER_SM": 2 if plan.halves_of(capacity) * plan.rows <= 48 else 1,
     }
 
 
@@ -373,9 +424,11 @@ def shared_bytes(plan: DownPlan, capacity: int) -> int:
     """Dynamic shared memory of a block of the product, as `hc_down.cu` lays it out."""
     widths = -(-plan.rows // 8)
     pitch = (widths + (widths % 2 == 0)) * 8
-    weights, sums = WARPS * plan.stream.piece_bytes, (WARPS * pitch + plan.rows) * capacity * 4
-    scales = plan.rows * 4 if plan.format in ("fp8_channel", "fp8_tensor") else 0
-    return -(-(weights + 448 + sums + scales) // 8) * 8 + WARPS * 8
+    cluster, row_values = plan.cluster(capacity), plan.halves_of(capacity) * plan.rows
+    sums = -(-(WARPS * (plan.stream.piece_bytes + capacity * pitch * 4) + 448) // 16) * 16
+    inbox = cluster * -(-capacity // cluster) * row_values * 4
+    scales = row_values * 4 if plan.format in ("fp8_channel", "fp8_tensor") else 0
+    return -(-(sums + inbox + scales) // 8) * 8 + (WARPS + 1) * 8
 
 
 def launch_norms(

@@ -8,12 +8,13 @@ On a GPU the matrix is repacked once, at load (`hc_mix_repack`), so that one blo
 the same channels of every stream and finishes them. Its sums depend on the shape alone, never on the number of rows.
 More rows than a decode step has, and matrices that are not repacked, go through a product and one kernel for the rest.
 
-Why `low` is staged in shared memory for more than DIRECT_ROWS rows, at the model's sizes on an H200
-(`benchmarks/hyper-connection-h200.md`): read by every warp, 64 rows of it are 164 KB a block, and a multiprocessor gets
-42 bytes a ns of the L2. Staged, 16 rows take 3.70 us for 4.17 and 64 rows 8.36 for 10.4, both in turns of 16.
+Why it is cut so, at the model's sizes on an H200 (`benchmarks/hyper-connection-h200.md`):
 
-Why turns of TURN_ROWS: 64 rows take 6.70 us in two turns of 32, one wave of two blocks a multiprocessor; 7.93 in one of
-64, and 8.36 in four of 16, two waves.
+- A block brings `low` to shared memory once. Read by each of its warps, the few lines of `low` are asked for a thousand
+  times at once at 1 row: the first block had its sums 1.1 us after the wait, the last 2.5.
+- Weights wait in registers: reading them out of shared memory, 0.2 us or more, would follow the wait for `low`.
+- Blocks of 32 channels (80 of them), not of 20 (128): whole fragments of weights, whole sectors of n, fewer readers of
+  `low`: 2.6 us for 2.9 at 1 row, and 64 rows in one turn (a pair 14.4 us for 14.9).
 """
 
 import logging
@@ -43,7 +44,6 @@ from stepfloor.kernels._jit import (
 from stepfloor.kernels._product import packed_product
 from stepfloor.kernels._stream import (
     ROW_CAPACITIES,
-    SHARED_LIMIT_OF_TWO,
     STEP_COLUMNS,
     WARPS,
     StreamPlan,
@@ -66,8 +66,7 @@ from stepfloor.kernels._torch import product, sigmoid
 logger = logging.getLogger(__name__)
 
 MAX_ROWS = 80  # more rows are prefill: the library multiplies
-DIRECT_ROWS = 8  # rows up to which every warp reads `low` itself: the first half of a tile
-TURN_ROWS = 32
+TURN_ROWS = 64
 BLOCK_CHANNELS = 1024
 FORMATS = ("bf16", "fp8_channel", "fp8_tensor", "mxfp8")  # that `hc_mix.cu` reads
 
@@ -216,9 +215,10 @@ def hc_mix_repack(
 def plan_mix(
     d: int, streams: int, rank: int, multiprocessors: int, slices: int = 2, format_name: str = "bf16"
 ) -> MixPlan:
-    """One wave of blocks. The order of sums depends on rank and slices."""
+    """One wave of blocks, of a multiple of 16 channels unless they are few. The order of sums: rank and slices."""
     columns = -(-d // multiprocessors)
-    return MixPlan(d, streams, rank, columns + columns % 2, slices, format_name)
+    columns += -columns % (16 if columns > 8 else 2)
+    return MixPlan(d, streams, rank, columns, slices, format_name)
 
 
 def fit_plan(plan: MixPlan, limit: int) -> MixPlan:
@@ -326,20 +326,19 @@ def kernel_macros(plan: MixPlan, capacity: int) -> dict[str, int]:
         "SLICES": plan.slices,
         "FORMAT": plan.stream.coding.number,
         "X_ROWS": capacity,
-        # 2 where the next kernel's block fits beside this one: 128 registers a thread and half of the shared memory
-        "PER_SM": 2 if shared_bytes(plan, capacity) <= SHARED_LIMIT_OF_TWO else 1,
+        # 2: 128 registers a thread, so that the next kernel's block fits beside this one; more would spill with them
+        "PER_SM": 2 if capacity <= 8 or (capacity <= 16 and plan.stream.rows <= 24) else 1,
     }
 
 
 def shared_bytes(plan: MixPlan, capacity: int) -> int:
     """Dynamic shared memory of a block, as `hc_mix.cu` lays it out."""
-    stream, staged = plan.stream, capacity > DIRECT_ROWS
+    stream = plan.stream
     widths = -(-stream.rows // 8)
     pitch = (widths + (widths % 2 == 0)) * 8
     scales = plan.streams * plan.columns * 4 if plan.format in ("fp8_channel", "fp8_tensor") else 0
-    weights, sums = stream.piece_bytes, capacity * pitch * 4
-    of_warps = WARPS * (max(weights, sums) if staged else weights + sums) + 512
-    low = capacity * plan.rank * 2 if staged else 0
+    of_warps = WARPS * max(stream.piece_bytes, capacity * pitch * 4) + 512
+    low = capacity * (plan.rank * 2 + 64)
     return -(-(of_warps + low + scales) // 8) * 8 + WARPS * 8
 
 

@@ -36,6 +36,9 @@ struct Index {
 struct float2 {
   float x, y;
 };
+struct float4 {
+  float x, y, z, w;
+};
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float __uint_as_float(u32 bits) {
   float value;
@@ -112,8 +115,8 @@ inline void barrier_init(u32 barrier, u32 arrivals) {
   counter(barrier) = (u64)arrivals << 40 | (u64)arrivals << 32;
 }
 inline void barrier_init_done() {}
-inline void barrier_change(u32 barrier, int bytes, int arrivals) {
-  u64 before = counter(barrier), after;
+inline void barrier_change(std::atomic<u64>& counter, int bytes, int arrivals) {
+  u64 before = counter, after;
   bool ends;
   do {
     const int left = (int)(before >> 32 & 0xff) - arrivals, on_the_way = (int)(u32)before + bytes;
@@ -122,8 +125,9 @@ inline void barrier_change(u32 barrier, int bytes, int arrivals) {
     ends = left == 0 && on_the_way == 0;
     const u64 all = before >> 40 & 0xff;
     after = ((before >> 48) + ends) << 48 | all << 40 | (ends ? all : (u64)left) << 32 | (u32)on_the_way;
-  } while (!counter(barrier).compare_exchange_weak(before, after));
+  } while (!counter.compare_exchange_weak(before, after));
 }
+inline void barrier_change(u32 barrier, int bytes, int arrivals) { barrier_change(counter(barrier), bytes, arrivals); }
 inline void barrier_expect(u32 barrier, u32 bytes) { barrier_change(barrier, bytes, 1); }
 inline void barrier_expect_more(u32 barrier, u32 bytes) { barrier_change(barrier, bytes, 0); }
 inline void barrier_arrive(u32 barrier) { barrier_change(barrier, 0, 1); }
@@ -319,6 +323,7 @@ inline float warp_sum(float value) {
   return value;
 }
 inline void cluster_arrive() {}
+inline void cluster_arrive_at_once() {}
 inline void cluster_wait() { cluster_barrier->arrive_and_wait(); }
 inline void cluster_sync() { cluster_wait(); }
 inline void cluster_leave() { cluster_wait(); }
@@ -337,6 +342,12 @@ inline void store_remote(u32 remote, float value) {
   const u32 address = remote & 0xffffff;
   check_shared(address, 4);
   *(float*)((*cluster)[remote >> 24]->shared() + address) = value;
+}
+template <int COUNT> void send_peer(u32 remote, const float (&v)[COUNT], u32 remote_barrier) {
+  check_shared(remote & 0xffffff, COUNT * 4);
+  check_shared(remote_barrier & 0xffffff, 8);
+  for (int i = 0; i < COUNT; i++) store_remote(remote + i * 4, v[i]);
+  barrier_change(*(std::atomic<u64>*)((*cluster)[remote_barrier >> 24]->shared() + (remote_barrier & 0xffffff)), -4 * COUNT, 0);
 }
 inline void store_peer(u32 address, u32 rank, float value) { store_remote(peer_address(address, rank), value); }
 

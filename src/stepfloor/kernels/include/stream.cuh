@@ -292,9 +292,12 @@ DEVICE void cluster_sync() {
   cluster_wait();
 }
 
+// The same for barriers that barrier_init_done has published: orders nothing else, and waits for no store.
+DEVICE void cluster_arrive_at_once() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+
 // The last barrier: a block that ends takes its shared memory with it. Orders nothing.
 DEVICE void cluster_leave() {
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  cluster_arrive_at_once();
   cluster_wait();
 }
 
@@ -326,3 +329,14 @@ DEVICE void store_remote(u32 remote, float value) { asm volatile("st.shared::clu
 
 // Where load_peer would read. The other block must have started, and must not end before a cluster_sync.
 DEVICE void store_peer(u32 address, u32 rank, float value) { store_remote(peer_address(address, rank), value); }
+
+// Stores that count as bytes of a barrier of that block: whoever waits there sees the values. Both from peer_address.
+DEVICE void send_peer(u32 remote, const float (&v)[1], u32 remote_barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(remote), "f"(v[0]), "r"(remote_barrier)
+               : "memory");
+}
+DEVICE void send_peer(u32 remote, const float (&v)[4], u32 remote_barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(remote), "f"(v[0]),
+               "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(remote_barrier)
+               : "memory");
+}
