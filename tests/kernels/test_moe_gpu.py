@@ -35,6 +35,7 @@ from stepfloor.kernels.moe_route import moe_route, moe_route_reference, route_ma
 from tests.kernels import test_moe_down, test_moe_gate_up
 from tests.kernels.compare import assert_within
 from tests.kernels.grouped import poison_new_tensors
+from tests.kernels.streamed import odd_weight
 
 ROWS = (1, 2, 4, 8, 16, 64, 80)
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -65,7 +66,9 @@ def test_plans_of_the_model(rows: int) -> None:
 def test_compiles(rows: int, arch: str, tmp_path: Path) -> None:
     gate_up, down = plans(rows)
     assert compile_cuda("moe_gate_up.cu", gate_up.macros, arch, tmp_path).startswith(b"\x7fELF")
-    assert compile_cuda("moe_down.cu", down.macros, arch, tmp_path).startswith(b"\x7fELF")
+    for shared_format in ("bf16", "fp8_channel", "fp8_block", "mxfp8") if rows == 16 else ("bf16",):
+        macros = replace(down, shared_format=shared_format).macros
+        assert compile_cuda("moe_down.cu", macros, arch, tmp_path).startswith(b"\x7fELF")
 
 
 @pytest.mark.skipif(NO_NVRTC is not None, reason=NO_NVRTC or "")
@@ -162,12 +165,18 @@ def test_gate_up_against_float64(d: int, width: int, experts: int, topk: int, tm
 @pytest.mark.parametrize(
     ("d", "width", "shared", "experts", "topk"), [(2560, 640, 640, 64, 10), (256, 48, 64, 8, 2), (96, 640, 208, 33, 3)]
 )
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(
+    ("fused", "shared_format"),
+    [(True, "bf16"), (False, "bf16"), (True, "fp8_channel"), (True, "fp8_block"), (True, "mxfp8")],
+)
 def test_down_against_float64(
-    d: int, width: int, shared: int, experts: int, topk: int, fused: bool, tmp_path: Path
+    d: int, width: int, shared: int, experts: int, topk: int, fused: bool, shared_format: str, tmp_path: Path
 ) -> None:
     """Right values, with the shared expert inside of the kernel or not, and a row's bits its own."""
+    shared -= shared % 32 if shared_format == "mxfp8" else 0
     inputs: dict[str, Any] = moe_down_inputs(85, d, width, shared, experts, topk, "nvfp4", torch.bfloat16, "cuda")
+    if shared_format != "bf16":
+        inputs["shared_down"] = (odd_weight(d, shared, shared_format, "cuda"),)
     down, matrices = moe_down_repack(inputs["down"], inputs["shared_down"], topk, "cuda", tmp_path)
     assert isinstance(down, TiledExperts)
     assert isinstance(matrices[0], TiledShared)

@@ -22,15 +22,18 @@ from stepfloor.kernels import moe_gate_up as gate_up_module
 from stepfloor.kernels import moe_route as route_module
 from stepfloor.kernels._experts import SCALE_REST, decode_arguments, decode_macros, pack_experts
 from stepfloor.kernels.moe_down import (
+    SHARED_FORMATS,
     DownPlan,
     TiledShared,
     down_arguments,
     down_scratch,
     pack_shared,
     plan_down,
+    plan_for,
 )
 from stepfloor.kernels.moe_gate_up import GateUpPlan, gate_up_arguments, plan_gate_up
 from stepfloor.kernels.moe_route import moe_route_reference, route_arguments, route_macros
+from tests.kernels.streamed import odd_weight, product_bound
 
 HOST = Path(__file__).parent / "host"
 COMPILER = shutil.which("g++")
@@ -46,7 +49,8 @@ DOWN = """
 extern "C" int run(const Arguments* a, const u64* bytes, int blocks, u64 shared_bytes) {
   readable = {{a->tape, bytes[0]}, {(const u8*)a->hidden, bytes[1]}, {(const u8*)a->ids, bytes[2]},
               {(const u8*)a->weights, bytes[3]}, {a->shared_tape, bytes[4]}, {(const u8*)a->shared_hidden, bytes[5]},
-              {(const u8*)a->shared_gate, bytes[6]}, {(const u8*)a->spilled, bytes[7]}};
+              {(const u8*)a->shared_gate, bytes[6]}, {(const u8*)a->spilled, bytes[7]},
+              {(const u8*)a->shared_scale, bytes[8]}};
   return run_grid(blocks, CLUSTER, THREADS, shared_bytes, [=] { moe_down_kernel(*a); });
 }
 """
@@ -108,9 +112,36 @@ def test_decoding_on_the_host(n: int, k: int, slices: int, paired: bool, tmp_pat
     assert torch.equal(out[:2].float() * factor, weight.dequantize()[1:])
 
 
-def test_shared_packing_is_a_permutation() -> None:
-    weight = quantize(torch.randn(32, 80), "bf16")
-    assert torch.equal(pack_shared(weight).unpack().data, weight.data)
+@pytest.mark.parametrize("name", list(SHARED_FORMATS))
+def test_shared_packing_is_a_permutation(name: str) -> None:
+    weight = odd_weight(32, 96, name)
+    tiled = pack_shared(weight)
+    assert torch.equal(tiled.unpack().dequantize(), weight.dequantize())
+    assert tiled.tape.numel() * tiled.tape.element_size() == 2 * 2 * {"bf16": 2048, "mxfp8": 1056}.get(name, 1024)
+
+
+@pytest.mark.parametrize("name", [pytest.param("fp8_channel", marks=pytest.mark.slow), "fp8_block", "mxfp8"])
+def test_the_shared_expert_in_other_formats(name: str, tmp_path: Path) -> None:
+    """Wrong scales or columns: rows end inside of blocks of 128, columns inside of blocks and of steps."""
+    n, k, shared_k, topk = 144, 64, 160, 2
+    tiled = pack_experts(experts(5, n, k), down_module.SLICES, False, tmp_path)
+    make = torch.Generator().manual_seed(1)
+    hidden = torch.zeros(20, topk, k, dtype=torch.bfloat16)  # the routed experts have tests of their own
+    ids, weights = choices(20, 5, topk), torch.rand(20, topk, generator=make).to(torch.bfloat16)
+    matrix = odd_weight(n, shared_k, name)
+    rows = torch.randn(20, shared_k, generator=make).to(torch.bfloat16)
+    gate = torch.rand(20, 1, generator=make).to(torch.bfloat16)
+    shared = rows, gate, pack_shared(matrix)
+    exact = gate.double() * (rows.double() @ matrix.dequantize().double().T)
+    # the product's own bound, times the gate; one more rounding in float32
+    bound = gate.double() * product_bound(rows, matrix) + exact.abs() * 2.0**-23
+    full: Tensor | None = None
+    for count, cluster, warps in ((20, 2, 3), (3, 4, 2)):
+        plan = replace(plan_for(tiled, shared[2], topk, count, 4), cluster=cluster, warps=warps)
+        y = run_down(plan, hidden[:count], ids[:count], weights[:count], tiled, part(shared, slice(count)), tmp_path)
+        assert bool(((y.double() - exact[:count]).abs() <= bound[:count]).all())
+        full = y if full is None else full
+        assert torch.equal(y, full[:count])
 
 
 @pytest.mark.parametrize(
@@ -258,6 +289,8 @@ def run_down(
     read = [tiled.tape, hidden, ids, weights]
     read += [torch.empty(0)] * 3 if shared is None else [shared[2].tape, shared[0], shared[1]]
     read.append(torch.empty(0) if spilled is None else spilled)
+    scale = None if shared is None else shared[2].scale
+    read.append(torch.empty(0) if scale is None else scale)
     library = build(down_module.__file__, plan.macros, DOWN, where)
     assert run(library, packed, read, plan.blocks, plan.shared_bytes) == 0
     assert bool(out[rows:].isnan().all())

@@ -1,4 +1,4 @@
-// y = sum over a row's choices of w (h D_e^T) + shared gate * (shared hidden D_s^T), NVFP4 experts, bf16 shared expert.
+// y = sum over a row's choices of w (h D_e^T) + shared gate * (shared hidden D_s^T), NVFP4 experts, the shared expert in bf16 or FP8.
 // Source: moe_down.py, which states the plan that the macros below repeat; include/experts.cuh for the format.
 //
 // A cluster owns up to TILES of 16 output rows. Its warps take (entry of the expert list, tile) in turn, with no barrier in
@@ -12,9 +12,11 @@
 // moe_gate_up.cu, which lets its successor start after its own wait, and after any kernel that never does so early.
 
 #include "stream.cuh"
+#include "e4m3.cuh"
 #include "experts.cuh"
 
 // N, K            output rows; columns. SHARED_K  columns of the shared expert, 0 without one
+// SHARED_FORMAT   of its matrix: 0 bf16, 1 E4M3 with a float32 scale for SCALE_ROWS rows and SCALE_COLUMNS columns, 2 MXFP8
 // EXPERTS, TOPK   experts; choices of a row
 // STEPS           64-column steps of half of the columns
 // SHARERS         warps that share a tile: 1, or 2 with half of the columns each
@@ -32,6 +34,7 @@ constexpr int ROW_PITCH = HALVES * STEPS * 128 + 64;  // 4 modulo 8 units of 16 
 constexpr int SLOT_BYTES = PIECE_BYTES + GROUP * ROW_PITCH;
 constexpr int PAIRS = ROWS * TOPK;
 constexpr int SHARED_STEPS = (SHARED_K + 63) / 64;
+constexpr int SHARED_BYTES = SHARED_FORMAT == 0 ? 2048 : SHARED_FORMAT == 1 ? 1024 : 1056;  // of a tile in a step
 constexpr int SHARED_LINE = SHARERS * PAIRS;
 constexpr int LINES = SHARED_LINE + SHARED_STEPS * ROWS;  // of 16 sums
 constexpr int TILES = (N / 16 + CLUSTERS - 1) / CLUSTERS;  // of a cluster at most
@@ -66,6 +69,7 @@ struct Arguments {
   const u16* weights;  // of each pair
   const float* scale;  // of each expert
   const u8* shared_tape;
+  const float* shared_scale;
   const u16* shared_hidden;
   const u16* shared_gate;
   float* spilled;  // [LINES][N]
@@ -75,6 +79,26 @@ struct Arguments {
 };
 
 DEVICE float from_bf16(u16 value) { return __uint_as_float((u32)value << 16); }
+
+// The shared expert's weights of this lane in a step: the lower 32 columns of rows g and g + 8, then the upper ones.
+struct SharedWeights {
+  Words top[2], bottom[2];
+};
+DEVICE SharedWeights load_shared_weights(const u8* from, int lane) {
+  const Words a = load_global(from + lane * 16), b = load_global(from + 512 + lane * 16);
+  if constexpr (SHARED_FORMAT == 0) {
+    return {{a, b}, {load_global(from + 1024 + lane * 16), load_global(from + 1536 + lane * 16)}};
+  } else {
+    u32 power[4] = {E4M3_POWER, E4M3_POWER, E4M3_POWER, E4M3_POWER};
+    if constexpr (SHARED_FORMAT == 2) {
+      const u32 powers = load_global_word(from + 1024 + lane / 4 * 4);
+#pragma unroll
+      for (int i = 0; i < 4; i++) power[i] = spread_byte(powers, i) * 0x80u;
+    }
+    return {{decode_e4m3(a.x, a.y, power[0]), decode_e4m3(a.z, a.w, power[1])},
+            {decode_e4m3(b.x, b.y, power[2]), decode_e4m3(b.z, b.w, power[3])}};
+  }
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) moe_down_kernel(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(128) u8 shared[];
@@ -144,23 +168,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) moe_down_kernel(co
 #pragma unroll 1
     for (int job = worker; job < tiles * SHARED_STEPS; job += CLUSTER * WARPS) {
       const int tile = job / SHARED_STEPS, step = job % SHARED_STEPS;
-      const u8* from = a.shared_tape + ((u64)(first_tile + tile) * SHARED_STEPS + step) * 2048 + lane * 16;
-      const Words top_0 = load_global(from), top_1 = load_global(from + 512);
-      const Words bottom_0 = load_global(from + 1024), bottom_1 = load_global(from + 1536);
+      const SharedWeights w = load_shared_weights(a.shared_tape + ((u64)(first_tile + tile) * SHARED_STEPS + step) * SHARED_BYTES, lane);
+      auto scale = [&](int row) {
+        constexpr int LINE = (SHARED_K + SCALE_COLUMNS - 1) / SCALE_COLUMNS;
+        const int line = ((first_tile + tile) * 16 + row) / SCALE_ROWS * LINE;
+        return SHARED_FORMAT == 1 ? load_global_float(a.shared_scale + line + step * 64 / SCALE_COLUMNS) : 1.f;
+      };
+      const float above = scale(g), below = scale(g + 8);
 #pragma unroll 1
       for (int first = 0; first < a.rows; first += 8) {
         const u16* row = a.shared_hidden + min(first + g, a.rows - 1) * a.shared_stride;
         const Words x_0 = load_columns<SHARED_K>(row, step * 64 + t * 8), x_1 = load_columns<SHARED_K>(row, step * 64 + 32 + t * 8);
         float even[4] = {0.f, 0.f, 0.f, 0.f}, odd[4] = {0.f, 0.f, 0.f, 0.f};
-        matrix_step(even, top_0.x, bottom_0.x, top_0.y, bottom_0.y, x_0.x, x_0.y);
-        matrix_step(odd, top_0.z, bottom_0.z, top_0.w, bottom_0.w, x_0.z, x_0.w);
-        matrix_step(even, top_1.x, bottom_1.x, top_1.y, bottom_1.y, x_1.x, x_1.y);
-        matrix_step(odd, top_1.z, bottom_1.z, top_1.w, bottom_1.w, x_1.z, x_1.w);
+        matrix_step(even, w.top[0].x, w.bottom[0].x, w.top[0].y, w.bottom[0].y, x_0.x, x_0.y);
+        matrix_step(odd, w.top[0].z, w.bottom[0].z, w.top[0].w, w.bottom[0].w, x_0.z, x_0.w);
+        matrix_step(even, w.top[1].x, w.bottom[1].x, w.top[1].y, w.bottom[1].y, x_1.x, x_1.y);
+        matrix_step(odd, w.top[1].z, w.bottom[1].z, w.top[1].w, w.bottom[1].w, x_1.z, x_1.w);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
           const int m = first + 2 * t + i;
           if (m >= a.rows) continue;
-          put(place(tile), SHARED_LINE + step * ROWS + m, even[i] + odd[i], even[2 + i] + odd[2 + i]);
+          put(place(tile), SHARED_LINE + step * ROWS + m, (even[i] + odd[i]) * above, (even[2 + i] + odd[2 + i]) * below);
         }
       }
     }

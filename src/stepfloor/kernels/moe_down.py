@@ -4,7 +4,7 @@ Source: transformers 5.24, Qwen4ExpTextExperts and Qwen4ExpTextSparseMoeBlock. T
 ascending order into a bf16 sum; here each weighted product is rounded as there, but the sum runs in float32 in
 order of falling weight and is rounded once, which is closer to the exact sum by up to one bf16 step an add.
 
-On a GPU NVFP4 experts and the shared expert's bf16 matrix are repacked once, at load, into the order in which
+On a GPU NVFP4 experts and the shared expert's bf16 or FP8 matrix are repacked once, at load, into the order in which
 `moe_down.cu` streams them. It keeps everything in float32, sums in the same order and rounds once.
 
 Other formats, other sizes and older GPUs have two Triton kernels, with the reference's roundings: the products of pairs
@@ -65,6 +65,15 @@ from stepfloor.kernels._jit import (
     tl,
     triton,
 )
+from stepfloor.kernels._stream import (
+    MX_BIAS,
+    fp8_lanes,
+    fp8_values,
+    mx_exponents,
+    outer_scales,
+    say_once,
+    why_not_streamed,
+)
 from stepfloor.kernels._torch import expert_product, expert_tiles, product, sigmoid
 
 logger = logging.getLogger(__name__)
@@ -73,6 +82,14 @@ SLICES = 2  # parts of K that are summed apart
 # One H200, bf16: 13.8 us at 1 row of 10 experts, 38.3 at 4 of 37; with 128 columns of K a step 15.2 and 44.1.
 DECODE = Tiles(16, 128, 64, 4, 4)
 PREFILL = Tiles(128, 128, 64, 8, 3)
+# SHARED_FORMAT of `moe_down.cu`; rows and columns that share a float32 scale, 0 for all columns
+SHARED_FORMATS = {
+    "bf16": (0, 1, 0),
+    "fp8_channel": (1, 1, 0),
+    "fp8_tensor": (1, 1, 0),
+    "fp8_block": (1, 128, 128),
+    "mxfp8": (2, 1, 0),
+}
 STREAMED_ROWS = 4 * MAX_ROWS  # as for moe_gate_up: beyond, tiled experts are decoded to bf16
 
 
@@ -83,6 +100,7 @@ class DownPlan:
     clusters  of the grid; they share the tiles of 16 rows as evenly as they can
     group    most pairs of an entry of the list; their rows have a place beside every piece of weights
     sharers  warps that share a tile: 1, or 2 with a slice of the columns each
+    shared_format  of the shared expert's matrix
     """
 
     n: int
@@ -97,6 +115,7 @@ class DownPlan:
     slots: int
     group: int
     sharers: int = 1
+    shared_format: str = "bf16"
 
     @property
     def steps(self) -> int:
@@ -141,10 +160,14 @@ class DownPlan:
     @property
     def macros(self) -> dict[str, int]:
         """The macros that specialise the kernel."""
+        number, scale_rows, scale_columns = SHARED_FORMATS[self.shared_format]
         return {
             "N": self.n,
             "K": self.k,
             "SHARED_K": self.shared_k,
+            "SHARED_FORMAT": number,
+            "SCALE_ROWS": scale_rows,
+            "SCALE_COLUMNS": scale_columns or max(1, self.shared_k),
             "EXPERTS": self.experts,
             "TOPK": self.topk,
             "STEPS": self.steps,
@@ -163,23 +186,47 @@ class DownPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TiledShared:
-    """The shared expert's bf16 matrix [N, K] as `moe_down.cu` reads it: [tile of 16 rows][64 columns][2 KB]."""
+    """The shared expert's matrix [N, K] as `moe_down.cu` reads it: [tile of 16 rows][64 columns][codes, then scales].
+
+    tape   codes are 2 KB in bf16, 1 KB in FP8; MXFP8 has 32 bytes of powers behind them
+    scale  float32 scales that multiply sums, as `_stream.outer_scales` gives them; None where the format has none
+    """
 
     shape: tuple[int, int]
     tape: Tensor
+    format: str = "bf16"
+    scale: Tensor | None = None
 
     def unpack(self) -> PackedWeight:
-        """The matrix as it was stored, copied."""
+        """The matrix as it was stored, copied; scales of 16-bit floats come back as float32."""
         n, k = self.shape
-        cut = self.tape.reshape(n // 16, -1, 2, 2, 8, 4, 8).permute(0, 2, 4, 1, 3, 5, 6)
-        return PackedWeight("bf16", self.shape, cut.reshape(n, -1)[:, :k].contiguous())
+        if self.format == "bf16":
+            cut = self.tape.reshape(n // 16, -1, 2, 2, 8, 4, 8).permute(0, 2, 4, 1, 3, 5, 6)
+            return PackedWeight("bf16", self.shape, cut.reshape(n, -1)[:, :k].contiguous())
+        cut = self.tape[..., :1024].reshape(n // 16, -1, 2, 8, 4, 2, 8).permute(0, 2, 3, 1, 5, 4, 6)
+        data = fp8_values(cut.reshape(n, -1))[:, :k].contiguous().view(torch.float8_e4m3fn)
+        scale = self.scale
+        if self.format == "mxfp8":
+            powers = self.tape[..., 1024:].reshape(n // 16, -1, 8, 2, 2).permute(0, 3, 2, 1, 4)
+            scale = powers.reshape(n, -1)[:, : k // 32] - MX_BIAS
+        elif self.format == "fp8_tensor" and scale is not None:
+            scale = scale[:1]
+        return PackedWeight(self.format, self.shape, data, scale)
 
 
 def pack_shared(weight: PackedWeight) -> TiledShared:
-    """Reorder the shared expert's matrix: a lane's 8 columns are 16 bytes, and a warp's 512 bytes lie together."""
+    """Reorder the shared expert's matrix: a lane's 8 columns lie together, and so do a warp's 512 bytes."""
     n, k = weight.shape
-    padded = F.pad(weight.data, (0, -k % 64)).reshape(n // 16, 2, 8, -1, 2, 4, 8)  # tile, half, g, step, sub, t, 8
-    return TiledShared(weight.shape, padded.permute(0, 3, 1, 4, 2, 5, 6).contiguous())
+    if weight.format == "bf16":
+        padded = F.pad(weight.data, (0, -k % 64)).reshape(n // 16, 2, 8, -1, 2, 4, 8)  # tile, half, g, step, sub, t, 8
+        return TiledShared(weight.shape, padded.permute(0, 3, 1, 4, 2, 5, 6).contiguous())
+    lanes = fp8_lanes(F.pad(weight.data.view(torch.uint8), (0, -k % 64))).reshape(n // 16, 2, 8, -1, 2, 4, 8)
+    tape = lanes.permute(0, 3, 1, 2, 5, 4, 6).reshape(n // 16, -1, 1024)
+    if weight.format == "mxfp8":
+        powers = F.pad((mx_exponents(weight) + MX_BIAS).to(torch.uint8), (0, -(k // 32) % 2))
+        powers = powers.reshape(n // 16, 2, 8, -1, 2).permute(0, 3, 2, 1, 4)  # tile, step, g, half, sub
+        tape = torch.cat((tape, powers.reshape(n // 16, -1, 32)), -1)
+    return TiledShared(weight.shape, tape.contiguous(), weight.format, outer_scales(weight))
 
 
 def moe_down_reference(
@@ -569,15 +616,21 @@ def moe_down_repack(
     if apart is None:
         shared = (pack_shared(shared_down[0].to(target)),)
     else:
-        logger.info("the shared expert's [%d, *] has a product of its own: %s", down.shape[0], apart)
+        say_once(logger, f"the shared expert's product is a kernel of its own: {apart}")
     fused = _fused(shared)
-    shared_k = 0 if fused is None else fused.shape[1]
     count = torch.cuda.get_device_properties(target).multi_processor_count
     for rows in capacities_up_to(max_rows):
-        plan = fit_down(plan_down(tiled, shared_k, topk, rows, count), target, tiled.cache_dir)
+        plan = fit_down(plan_for(tiled, fused, topk, rows, count), target, tiled.cache_dir)
         down_launch(plan, target, tiled.cache_dir)
     torch.cuda.synchronize(target)
     return tiled, shared
+
+
+def plan_for(down: TiledExperts, shared: TiledShared | None, topk: int, rows: int, multiprocessors: int) -> DownPlan:
+    """plan_down beside a shared expert's matrix, or none."""
+    if shared is None:
+        return plan_down(down, 0, topk, rows, multiprocessors)
+    return replace(plan_down(down, shared.shape[1], topk, rows, multiprocessors), shared_format=shared.format)
 
 
 def plan_down(
@@ -624,8 +677,8 @@ def down_rows(
     out = hidden.new_empty((count, down.shape[0]))
     if plan is None:
         multiprocessors = torch.cuda.get_device_properties(hidden.device).multi_processor_count
-        shared_k = 0 if shared is None else shared[2].shape[1]
-        plan = plan_down(down, shared_k, topk, min(count, MAX_ROWS), multiprocessors)
+        matrix = None if shared is None else shared[2]
+        plan = plan_for(down, matrix, topk, min(count, MAX_ROWS), multiprocessors)
         plan = fit_down(plan, hidden.device, down.cache_dir)
     launch = down_launch(plan, hidden.device, down.cache_dir)
     spilled = down_scratch(plan, hidden.device)
@@ -651,8 +704,10 @@ def down_arguments(
     out: Tensor,
 ) -> bytes:
     """struct Arguments of `moe_down.cu`."""
-    rows, gate, tape = (None, None, None) if shared is None else (shared[0], shared[1], shared[2].tape)
-    tensors = (down.tape, hidden, ids, weights, down.scale, tape, rows, gate, spilled, out)
+    rows, gate, tape, scale = (
+        (None, None, None, None) if shared is None else (shared[0], shared[1], shared[2].tape, shared[2].scale)
+    )
+    tensors = (down.tape, hidden, ids, weights, down.scale, tape, scale, rows, gate, spilled, out)
     return pack_pointers(tensors, (0 if rows is None else rows.stride(0), out.stride(0)), hidden.shape[0])
 
 
@@ -676,11 +731,11 @@ def _why_not_fused(shared_down: Sequence[PackedWeight]) -> str | None:
     """What keeps the shared expert out of the kernel, as the end of a sentence; None if nothing does."""
     if len(shared_down) != 1:
         return f"the kernel takes one matrix, not {len(shared_down)}"
-    if shared_down[0].format != "bf16":
-        return f"the kernel reads it in bf16, not in {shared_down[0].format}"
+    if shared_down[0].format not in SHARED_FORMATS:
+        return f"the kernel reads {', '.join(SHARED_FORMATS)}, not {shared_down[0].format}"
     if shared_down[0].shape[1] % 16:
         return f"its {shared_down[0].shape[1]} columns are not a multiple of 16"
-    return None
+    return why_not_streamed(shared_down[0])
 
 
 def _stored(shared_down: Sequence[PackedWeight | TiledShared]) -> list[PackedWeight]:
