@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stepfloor.formats.codec import PackedWeight, stack_rows
-from stepfloor.kernels._experts import FP4_BITS_AT, scale_bytes
+from stepfloor.kernels._experts import FP4_BITS_AT, fp8_lanes, fp8_values, scale_bytes
 from stepfloor.kernels._jit import Launch, compile_cuda, device_arch
 
 WARPS = 8
@@ -318,23 +318,6 @@ def mx_exponents(weight: PackedWeight) -> Tensor:
     parts = codes.split(max(1, _PART // codes.shape[1]))
     dead = torch.cat([(part & 127).unflatten(-1, (-1, 32)).amax(-1) == 0 for part in parts])
     return weight.scale.to(torch.int32).masked_fill(dead, 127)
-
-
-def fp8_lanes(codes: Tensor) -> Tensor:
-    """E4M3 codes [N, C] with the bits of each four where decode_four of include/formats.cuh looks for them."""
-    four = codes.unflatten(-1, (-1, 2, 2))  # [N, C / 4, pair, odd]
-    first, second = four[:, :, 0], four[:, :, 1]
-    low = (first & 15) << 4 | second & 15
-    high = first & 0x80 | first >> 4 & 7 | second >> 4 & 8 | second & 0x70
-    return torch.stack((low, high), -1).flatten(1)
-
-
-def fp8_values(lanes: Tensor) -> Tensor:
-    """The inverse of fp8_lanes."""
-    low, high = lanes.unflatten(-1, (-1, 2, 2)).unbind(-1)  # [N, C / 4, odd]
-    first = high & 0x80 | (high & 7) << 4 | low >> 4
-    second = (high & 8) << 4 | high & 0x70 | low & 15
-    return torch.stack((first, second), -2).flatten(1)
 
 
 def _fp4_lanes(codes: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-// y = sum over a row's choices of w (h D_e^T) + shared gate * (shared hidden D_s^T), NVFP4 experts, the shared expert in bf16 or FP8.
-// Source: moe_down.py, which states the plan that the macros below repeat; include/experts.cuh for the format.
+// y = sum over a row's choices of w (h D_e^T) + shared gate * (shared hidden D_s^T), experts in NVFP4 or FP8, the shared expert in bf16 or FP8.
+// Source: moe_down.py, which states the plan that the macros below repeat; include/expert_sums.cuh for the formats.
 //
 // A cluster owns up to TILES of 16 output rows. Its warps take (entry of the expert list, tile) in turn, with no barrier in
 // between, each warp both halves of the columns or a pair of warps one half each: a piece of weights and the rows of h it
@@ -12,12 +12,11 @@
 // moe_gate_up.cu, which lets its successor start after its own wait, and after any kernel that never does so early.
 
 #include "stream.cuh"
-#include "e4m3.cuh"
-#include "experts.cuh"
+#include "expert_sums.cuh"
 
 // N, K            output rows; columns. SHARED_K  columns of the shared expert, 0 without one
 // SHARED_FORMAT   of its matrix: 0 bf16, 1 E4M3 with a float32 scale for SCALE_ROWS rows and SCALE_COLUMNS columns, 2 MXFP8
-// EXPERTS, TOPK   experts; choices of a row
+// EXPERTS, TOPK   experts; choices of a row. EXPERT_FORMAT  of their weights, see expert_sums.cuh
 // STEPS           64-column steps of half of the columns
 // SHARERS         warps that share a tile: 1, or 2 with half of the columns each
 // CLUSTER         blocks that share tiles. CLUSTERS  of the grid, which share all tiles as evenly as they can
@@ -28,7 +27,7 @@
 
 constexpr int THREADS = WARPS * 32;
 constexpr int HALVES = 2 / SHARERS;  // of a warp
-constexpr int HALF_BYTES = STEPS * 576;
+constexpr int HALF_BYTES = piece_bytes(STEPS);
 constexpr int PIECE_BYTES = HALVES * HALF_BYTES;
 constexpr int ROW_PITCH = HALVES * STEPS * 128 + 64;  // 4 modulo 8 units of 16 bytes: no bank conflict
 constexpr int SLOT_BYTES = PIECE_BYTES + GROUP * ROW_PITCH;
@@ -67,7 +66,7 @@ struct Arguments {
   const u16* hidden;  // [pair][K]
   const long long* ids;
   const u16* weights;  // of each pair
-  const float* scale;  // of each expert
+  const float* scale;  // of each expert in NVFP4
   const u8* shared_tape;
   const float* shared_scale;
   const u16* shared_hidden;
@@ -146,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) moe_down_kernel(co
   launch_dependents();
 
   for (int p = threadIdx.x; p < a.rows * TOPK; p += THREADS)
-    factor[p] = from_bf16(load_half(a.weights + p)) * (SCALE_REST * a.scale[list.chosen[p]]);
+    factor[p] = from_bf16(load_half(a.weights + p)) * (EXPERT_SCALES ? SCALE_REST * a.scale[list.chosen[p]] : 1.f);
   cluster_sync();  // the other blocks have started
   if (SPILL) wait_for_predecessor();  // which may still use that memory
   // where a tile's sums are added up: line 0, this lane's first row
@@ -202,27 +201,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) moe_down_kernel(co
   __syncwarp();
 
   // columns that no pair fills hold what was there before: they spoil sums that nobody stores
-  const u32 codes_at = kept(ring + lane * 16), scales_at = kept(ring + STEPS * 512 + lane / 2 * 4);
+  const u32 codes_at = kept(ring + codes_in_piece(lane)), scales_at = kept(ring + scales_in_piece(STEPS, lane));
   const u32 row_at = kept(ring + PIECE_BYTES + min(g, GROUP - 1) * ROW_PITCH + t * 16);
   int slot = 0, parity = 0;
 #pragma unroll 1
   for (; unit.entry < entries; unit.advance(), asked.advance()) {
     const int live = List::count_of(list.entries[unit.entry]);
-    float even[HALVES][4], odd[HALVES][4];
-#pragma unroll
-    for (int h = 0; h < HALVES; h++)
-      for (int i = 0; i < 4; i++) even[h][i] = odd[h][i] = 0.f;
+    ExpertSums halves[HALVES];
     barrier_wait(barriers + 8 * slot, parity);
     const u32 piece = slot * SLOT_BYTES;
 #pragma unroll
     for (int i = 0; i < STEPS; i++)
 #pragma unroll
       for (int h = 0; h < HALVES; h++) {
-        const Words codes = load_shared(codes_at + piece + h * HALF_BYTES + i * 512);
-        const u32 scales = load_shared_word(scales_at + piece + h * HALF_BYTES + i * 64);
-        const u32 x = row_at + piece + (h * STEPS + i) * 128;
-        expert_step(even[h], odd[h], codes, scales, load_shared(x), load_shared(x + 64));
+        const u32 x = row_at + piece + (h * STEPS + i) * 128, at = piece + h * HALF_BYTES;
+        halves[h].add(codes_at + at, scales_at + at, i, load_shared(x), load_shared(x + 64));
       }
+#pragma unroll
+    for (int h = 0; h < HALVES; h++) halves[h].close(scales_at + piece + h * HALF_BYTES);
     __syncwarp();
     if (lane == 0 && asked.entry < entries) {
       issue_weights(asked, slot);
@@ -233,10 +229,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) moe_down_kernel(co
       parity ^= 1;
     }
     const u64 at = place(unit.tile);
-    auto sum = [&](int i) {
-      const float lower = even[0][i] + odd[0][i];
-      return HALVES == 1 ? lower : lower + (even[HALVES - 1][i] + odd[HALVES - 1][i]);
-    };
+    auto sum = [&](int i) { return HALVES == 1 ? halves[0].get(i) : halves[0].get(i) + halves[HALVES - 1].get(i); };
 #pragma unroll
     for (int i = 0; i < 2; i++)
       if (2 * t + i < live) put(at, half * PAIRS + list.pair[unit.entry * GROUP + 2 * t + i], sum(i), sum(2 + i));

@@ -4,8 +4,8 @@ Source: transformers 5.24, Qwen4ExpTextExperts and Qwen4ExpTextSparseMoeBlock. T
 ascending order into a bf16 sum; here each weighted product is rounded as there, but the sum runs in float32 in
 order of falling weight and is rounded once, which is closer to the exact sum by up to one bf16 step an add.
 
-On a GPU NVFP4 experts and the shared expert's bf16 or FP8 matrix are repacked once, at load, into the order in which
-`moe_down.cu` streams them. It keeps everything in float32, sums in the same order and rounds once.
+On a GPU NVFP4 and FP8 experts and the shared expert's bf16 or FP8 matrix are repacked once, at load, into the order in
+which `moe_down.cu` streams them. It keeps everything in float32, sums in the same order and rounds once.
 
 Other formats, other sizes and older GPUs have two Triton kernels, with the reference's roundings: the products of pairs
 and of the shared expert, then their sum. So have prompt chunks; for those, tiled experts are decoded to bf16, some at a
@@ -24,16 +24,19 @@ from torch import Tensor
 
 from stepfloor.formats.codec import PackedWeight, quantize
 from stepfloor.kernels._experts import (
+    FORMATS,
     MAX_ROWS,
     SHARED_LIMIT_OF_TWO,
-    STEP_BYTES,
     TiledExperts,
     capacities_up_to,
     capacity_for,
     contiguous_rows,
+    fp8_lanes,
+    fp8_values,
     list_bytes,
     pack_experts,
     pack_pointers,
+    piece_bytes,
     why_not_tiled,
 )
 from stepfloor.kernels._grouped import (
@@ -65,15 +68,7 @@ from stepfloor.kernels._jit import (
     tl,
     triton,
 )
-from stepfloor.kernels._stream import (
-    MX_BIAS,
-    fp8_lanes,
-    fp8_values,
-    mx_exponents,
-    outer_scales,
-    say_once,
-    why_not_streamed,
-)
+from stepfloor.kernels._stream import MX_BIAS, mx_exponents, outer_scales, say_once, why_not_streamed
 from stepfloor.kernels._torch import expert_product, expert_tiles, product, sigmoid
 
 logger = logging.getLogger(__name__)
@@ -100,7 +95,7 @@ class DownPlan:
     clusters  of the grid; they share the tiles of 16 rows as evenly as they can
     group    most pairs of an entry of the list; their rows have a place beside every piece of weights
     sharers  warps that share a tile: 1, or 2 with a slice of the columns each
-    shared_format  of the shared expert's matrix
+    shared_format  of the shared expert's matrix; format  of the experts'
     """
 
     n: int
@@ -116,6 +111,7 @@ class DownPlan:
     group: int
     sharers: int = 1
     shared_format: str = "bf16"
+    format: str = "nvfp4"
 
     @property
     def steps(self) -> int:
@@ -145,8 +141,9 @@ class DownPlan:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block, as the kernel lays it out."""
-        steps = self.steps * SLICES // self.sharers
-        slot = steps * STEP_BYTES + self.group * (steps * 128 + 64) + 8
+        halves = SLICES // self.sharers
+        rows = self.group * (halves * self.steps * 128 + 64)
+        slot = halves * piece_bytes(self.format, self.steps) + rows + 8
         sums = 0 if self.spill else -(-self.tiles // self.cluster) * self.lines * 64
         factors = -(-self.rows * self.topk // 4) * 16
         experts = list_bytes(self.experts, self.topk, self.rows, self.group)
@@ -170,6 +167,7 @@ class DownPlan:
             "SCALE_COLUMNS": scale_columns or max(1, self.shared_k),
             "EXPERTS": self.experts,
             "TOPK": self.topk,
+            "EXPERT_FORMAT": FORMATS[self.format],
             "STEPS": self.steps,
             "SHARERS": self.sharers,
             "CLUSTER": self.cluster,
@@ -641,14 +639,18 @@ def plan_down(
     A warp takes both slices of a tile, which halves its copies, list lookups and sums; not so at one row, where there
     are more warps than tiles, and three pieces fit. Entries of the list are short (see plan_gate_up). On an H200 15.1
     us at 4 rows and 39 experts, 42.7 at 16 and 138; 32 clusters of 8 took 17.4 and 56.4, since it runs 30 at once.
+    FP8 has pieces of nearly twice the size: a warp takes one slice, which is as large as both in NVFP4.
     """
     n, k = down.shape
     capacity = capacity_for(rows)
     total = n // 16
     clusters = -(-total // -(-total // max(1, 2 * multiprocessors // cluster)))
-    slots, sharers = (3, 2) if capacity == 1 else (1, 1)
+    wide = down.format != "nvfp4"
+    slots, sharers = (2 if wide else 3, 2) if capacity == 1 else (1, 2 if wide else 1)
     group = min(capacity, 4) if capacity <= 8 else 2 if capacity <= 16 else 3
-    return DownPlan(n, k, shared_k, down.tape.shape[0], topk, capacity, cluster, clusters, warps, slots, group, sharers)
+    experts = down.tape.shape[0]
+    plan = DownPlan(n, k, shared_k, experts, topk, capacity, cluster, clusters, warps, slots, group, sharers)
+    return replace(plan, format=down.format)
 
 
 @cache

@@ -1,5 +1,5 @@
-// h = silu(x G_e^T) * (x U_e^T) for the experts that rows chose, NVFP4, every expert's weights streamed once.
-// Source: moe_gate_up.py, which states the plan that the macros below repeat; include/experts.cuh for the format.
+// h = silu(x G_e^T) * (x U_e^T) for the experts that rows chose, NVFP4 or FP8, every expert's weights streamed once.
+// Source: moe_gate_up.py, which states the plan that the macros below repeat; include/expert_sums.cuh for the formats.
 //
 // A tile is 8 gate rows and the 8 up rows of the same channels as the 16-row operand, so that SwiGLU joins values of one
 // sum. Eight warps share the columns of a tile; the sum of a value is the same for any number of rows and experts:
@@ -10,8 +10,9 @@
 // hand over their sums; the kernel is bound by their instructions.
 
 #include "stream.cuh"
-#include "experts.cuh"
+#include "expert_sums.cuh"
 
+// EXPERT_FORMAT   of the weights, see expert_sums.cuh
 // K, CHANNELS     columns; gate rows, as many up rows
 // EXPERTS, TOPK   experts; choices of a row
 // STEPS           64-column steps of a warp
@@ -24,7 +25,7 @@ constexpr int WARPS = 8;
 constexpr int WORKERS = WARPS * 32;
 constexpr int THREADS = WORKERS + 32;
 constexpr int TILES = CHANNELS / 8;
-constexpr int PIECE_BYTES = STEPS * 576;
+constexpr int PIECE_BYTES = piece_bytes(STEPS);
 constexpr int TILE_BYTES = WARPS * PIECE_BYTES;
 constexpr int COLUMNS = GATHER ? GROUP : ROWS;
 constexpr int ROW_PITCH = WARPS * STEPS * 128 + 64;  // 4 modulo 8 units of 16 bytes: no bank conflict
@@ -41,7 +42,7 @@ struct Arguments {
   const u8* tape;
   const u16* x;
   const long long* ids;
-  const float* scale;  // of each expert
+  const float* scale;  // of each expert in NVFP4
   u16* out;            // [pair][CHANNELS]
   long long x_stride;  // in values
   int rows;
@@ -142,27 +143,26 @@ extern "C" __global__ void __launch_bounds__(THREADS + BESIDE / PER_SM, PER_SM) 
   __syncthreads();
 
   // columns that no pair fills hold what was there before: they, too, spoil what nobody stores
-  const u32 codes_at = kept(ring + warp * PIECE_BYTES + lane * 16);
-  const u32 scales_at = kept(ring + warp * PIECE_BYTES + STEPS * 512 + lane / 2 * 4);
+  const u32 codes_at = kept(ring + warp * PIECE_BYTES + codes_in_piece(lane));
+  const u32 scales_at = kept(ring + warp * PIECE_BYTES + scales_in_piece(STEPS, lane));
   const u32 row_at = kept(ring + TILE_BYTES + min(g, GROUP - 1) * ROW_PITCH + warp * STEPS * 128 + t * 16);
   const u32 mine = kept(warp * SUMS + g * PITCH + 2 * t);
   int slot = 0, parity = 0, duty = 0;
 #pragma unroll 1
   for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
-    float scale = 0.f;
-    if (warp == duty) scale = SCALE_REST * a.scale[List::expert_of(list.entries[unit / TILES])];
-    float even[4] = {0.f, 0.f, 0.f, 0.f}, odd[4] = {0.f, 0.f, 0.f, 0.f};
+    float scale = 1.f;
+    if (EXPERT_SCALES && warp == duty) scale = SCALE_REST * a.scale[List::expert_of(list.entries[unit / TILES])];
+    ExpertSums piece;
     barrier_wait(full + 8 * slot, parity);
     const u32 codes = codes_at + slot * SLOT_BYTES, scales = scales_at + slot * SLOT_BYTES, row = row_at + slot * SLOT_BYTES;
 #pragma unroll
     for (int i = 0; i < STEPS; i++) {
-      const Words some = load_shared(codes + i * 512);
-      const u32 four = load_shared_word(scales + i * 64);
       if constexpr (GATHER)
-        expert_step(even, odd, some, four, load_shared(row + i * 128), load_shared(row + i * 128 + 64));
+        piece.add(codes, scales, i, load_shared(row + i * 128), load_shared(row + i * 128 + 64));
       else
-        expert_step(even, odd, some, four, x[2 * i], x[2 * i + 1]);
+        piece.add(codes, scales, i, x[2 * i], x[2 * i + 1]);
     }
+    piece.close(scales);
     __syncwarp();
     if (lane == 0) barrier_arrive(empty + 8 * slot);
     if (++slot == SLOTS) {
@@ -174,11 +174,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + BESIDE / PER_SM, PER_SM) 
     if (2 * t < COLUMNS) {
       float* to = sums + duty * WARPS * SUMS + mine;
       if constexpr (COLUMNS == 1) {
-        to[0] = even[0] + odd[0];
-        to[8 * PITCH] = even[2] + odd[2];
+        to[0] = piece.get(0);
+        to[8 * PITCH] = piece.get(2);
       } else {
-        *(float2*)to = make_float2(even[0] + odd[0], even[1] + odd[1]);
-        *(float2*)(to + 8 * PITCH) = make_float2(even[2] + odd[2], even[3] + odd[3]);
+        *(float2*)to = make_float2(piece.get(0), piece.get(1));
+        *(float2*)(to + 8 * PITCH) = make_float2(piece.get(2), piece.get(3));
       }
     }
     if (warp != duty) {

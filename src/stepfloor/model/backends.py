@@ -75,7 +75,7 @@ def weights_backend(held: Sequence[Held], machine: Machine) -> str:
 def experts_backend(held: PackedWeight | TiledExperts, machine: Machine) -> str:
     """What runs the routed experts."""
     if isinstance(held, TiledExperts) and machine.gpu and machine.bf16:
-        return "CUDA, streamed nvfp4"
+        return f"CUDA, streamed {held.format}"
     grouped = isinstance(held, TiledExperts) or why_not_grouped(held) is None
     if not machine.gpu or not machine.triton or not grouped:
         return REFERENCE
@@ -98,11 +98,7 @@ def _matrix_backend(weight: Single, machine: Machine) -> str:
 
 
 def _format(weight: Single) -> str:
-    if isinstance(weight, PackedWeight):
-        return weight.format
-    if isinstance(weight, TiledExperts):
-        return "nvfp4"
-    return weight.format if isinstance(weight, TiledShared) else weight.plan.format
+    return weight.format if isinstance(weight, PackedWeight | TiledExperts | TiledShared) else weight.plan.format
 
 
 def _projections(model: Model, layers: Sequence[Layer], tables: Sequence[NgramBlock]) -> list[Sequence[Held]]:
