@@ -346,15 +346,17 @@ def plan_gate_up(gate_up: TiledExperts, topk: int, rows: int) -> GateUpPlan:
 
     Up to 4 rows the blocks leave room for one of moe_down's beside two of them. Beyond 8, entries of the list are
     short, so that more tiles fit: of 512 experts at 16 rows 1 in 250 has more than 2 pairs, at 64 rows 1 in 30 more
-    than 3, and is read twice. 64 rows in a step on an H200: 192 us with 3, 204 with 2. FP8's tiles are nearly twice as
-    large: rows lie beside them from 5 rows on, one pair an entry, and two tiles fit.
+    than 3, and is read twice. 64 rows in a step on an H200: 192 us with 3, 204 with 2.
+
+    FP8's tiles are nearly twice as large, and rows lie beside them from 5 rows on: one block a multiprocessor with
+    entries as long is then faster than two with one pair an entry: 103 us for 124 at 16 rows, 282 for 461 at 64.
     """
     n, k = gate_up.shape
     capacity = capacity_for(rows)
     experts = gate_up.tape.shape[0]
     if gate_up.format != "nvfp4":
-        group = 2 if 1 < capacity <= 4 else 1
-        return GateUpPlan(k, n // 2, experts, topk, capacity, capacity > 4, 2, False, group, gate_up.format)
+        group, slots = {1: (1, 2), MAX_ROWS: (3, 3)}.get(capacity, (2, 2))
+        return GateUpPlan(k, n // 2, experts, topk, capacity, capacity > 4, slots, False, group, gate_up.format)
     group, slots = {1: (1, 3), MAX_ROWS: (3, 2)}.get(capacity, (2, 2))
     return GateUpPlan(k, n // 2, experts, topk, capacity, capacity > 8, slots, capacity <= 4, group)
 
