@@ -30,14 +30,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_experts_kernel(cons
     u16* matrix = a.out + (u64)(unit / (STEPS * SLICES * (N / 16))) * N * K;
     const int column = (slice * STEPS + step) * 64 + t * 8;
     const int top = PAIRED ? tile * 8 + g : tile * 16 + g, bottom = top + (PAIRED ? N / 2 : 8);
-    auto put = [&](u32 eight, int scale, int row, int at) {
-      u32 pairs[4];
-      decode_eight(eight, decode_scale(scales, scale), pairs);
+    const Decoded d = decode_step(codes, scales);
+    auto put = [&](const u32 (&pairs)[4], int row, int at) {
       if (at < K) store_global(matrix + (u64)row * K + at, Words{pairs[0], pairs[1], pairs[2], pairs[3]});
     };
-    put(codes.x, 0, top, column);
-    put(codes.y, 1, top, column + 32);
-    put(codes.z, 2, bottom, column);
-    put(codes.w, 3, bottom, column + 32);
+    put(d.top_lower, top, column);
+    put(d.top_upper, top, column + 32);
+    put(d.bottom_lower, bottom, column);
+    put(d.bottom_upper, bottom, column + 32);
   }
 }
