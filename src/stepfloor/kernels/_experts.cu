@@ -34,16 +34,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_experts_kernel(cons
       if (at < K) store_global(matrix + (u64)row * K + at, eight);
     };
     if constexpr (EXPERT_FORMAT == EXPERTS_NVFP4) {
-      const u32 scales = load_global_word(piece + STEPS * 512 + step * 64 + lane / 2 * 4);
-      auto decoded = [&](u32 eight, int scale) {
-        u32 pairs[4];
-        decode_eight(eight, decode_scale(scales, scale), pairs);
-        return Words{pairs[0], pairs[1], pairs[2], pairs[3]};
-      };
-      put(decoded(codes.x, 0), top, column);
-      put(decoded(codes.y, 1), top, column + 32);
-      put(decoded(codes.z, 2), bottom, column);
-      put(decoded(codes.w, 3), bottom, column + 32);
+      const Decoded d = decode_step(codes, load_global_word(piece + STEPS * 512 + step * 64 + lane / 2 * 4));
+      auto words = [](const u32(&pairs)[4]) { return Words{pairs[0], pairs[1], pairs[2], pairs[3]}; };
+      put(words(d.top_lower), top, column);
+      put(words(d.top_upper), top, column + 32);
+      put(words(d.bottom_lower), bottom, column);
+      put(words(d.bottom_upper), bottom, column + 32);
     } else {
       const Words below = load_global(piece + step * EXPERT_STEP_CODES + 512 + lane * 16);
       put(decode_e4m3(codes.x, codes.y, E4M3_POWER), top, column);

@@ -21,13 +21,22 @@ SHARED_LIMIT = 227 * 1024
 SHARED_LIMIT_OF_TWO = 113 * 1024
 FORMATS = {"nvfp4": 0, "fp8_channel": 1, "fp8_block": 2}  # EXPERT_FORMAT of the kernels
 SCALE_REST = 128.0  # what decoded values lack, as in include/experts.cuh
-# where decode_eight looks for the bits of each pair of codes, the even column's first: sign, then highest to lowest
-FP4_BITS_AT = (
-    ((15, 8, 7, 6), (31, 24, 23, 22)),
-    ((9, 2, 1, 0), (25, 18, 17, 16)),
-    ((5, 30, 29, 28), (21, 14, 13, 12)),
-    ((11, 4, 3, 26), (27, 20, 19, 10)),
-)
+# by how much decode_eight turns the first word, the second or the two joined (2) for each pair of 2 * 8 codes
+_TURNS = ((0, 0), (0, 6), (0, 12), (2, 4), (1, 2), (1, 8), (1, 14), (2, 10))
+_JOINED_FROM_FIRST = (4, 5, 13, 14)  # bits of either half; the other ones are the second word's
+
+
+def _bits_of_codes() -> list[list[tuple[int, int]]]:
+    """Word and bit of each of 16 codes' sign and other three bits, highest first."""
+    found: list[list[tuple[int, int]]] = []
+    for source, turn in _TURNS:
+        for half in (0, 16):  # the even column's
+            bits = [(half + bit - turn) % 32 for bit in (15, 8, 7, 6)]
+            found.append([(source if source < 2 else int(bit % 16 not in _JOINED_FROM_FIRST), bit) for bit in bits])
+    return found
+
+
+FP4_BITS_AT = _bits_of_codes()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,15 +124,14 @@ def unpack_experts(tiled: TiledExperts) -> PackedWeight:
         tape = tiled.tape[part]
         words = tape[..., : steps * 512].contiguous().view(torch.int32)
         words = words.reshape(-1, tiles, slices, steps, 8, 4, 2, 2)  # e, tile, slice, step, g, t, half, sub
-        columns = [sum((words >> at & 1) << 3 - rank for rank, at in enumerate(b)) for p in FP4_BITS_AT for b in p]
-        codes = torch.stack([torch.as_tensor(column) for column in columns], -1)
+        codes = fp4_codes(words).unflatten(-1, (2, 8))  # e, tile, slice, step, g, t, half, sub, 8
         codes = codes.permute(0, 1, 6, 4, 2, 3, 7, 5, 8).reshape(-1, tiles, 16, slices * steps * 64)
-        held = tape[..., steps * 512 :].reshape(-1, tiles, slices, steps, 8, 2, 2, 2).to(torch.int32)
-        held = held.permute(0, 1, 6, 4, 2, 3, 7, 5).reshape(-1, tiles, 16, slices * steps * 4)
+        held = tape[..., steps * 512 :].reshape(-1, tiles, slices, steps, 8, 2, 4).to(torch.int32)
+        held = (held >> 4 | held.roll(-1, -1) << 4 & 255).unflatten(-1, (2, 2))  # ..., sub, half
+        held = held.permute(0, 1, 7, 4, 2, 3, 6, 5).reshape(-1, tiles, 16, slices * steps * 4)
         codes, held = _from_tiles(codes, tiled.paired)[..., :k], _from_tiles(held, tiled.paired)[..., : k // 16]
         data[part] = (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
-        value = torch.ldexp(1 + (held & 7) / 8, (held >> 3) - 10)
-        scale[part] = torch.where(held == 0, 0.0, value).to(torch.float8_e4m3fn)
+        scale[part] = scale_values(held).to(torch.float8_e4m3fn)
     return PackedWeight("nvfp4", tiled.shape, data, scale, tiled.scale.clone())
 
 
@@ -172,19 +180,31 @@ def _pieces(codes: Tensor, scales: Tensor, slices: int, steps: int, paired: bool
     codes = _to_tiles(F.pad(codes, (0, wide - codes.shape[-1])), paired)
     scales = _to_tiles(F.pad(scales, (0, wide // 16 - scales.shape[-1])), paired)
     count, tiles = codes.shape[:2]
-    cut = codes.reshape(
-        count, tiles, 2, 8, slices, steps, 2, 4, 4, 2
-    )  # e, tile, half, g, slice, step, sub, t, pair, odd
-    words = torch.zeros(cut.shape[:-2], dtype=torch.int32, device=codes.device)
-    for pair, places in enumerate(FP4_BITS_AT):
-        for odd, bits in enumerate(places):
-            for rank, at in enumerate(bits):
-                words |= (cut[..., pair, odd] >> (3 - rank) & 1) << at
-    words = words.permute(0, 1, 4, 5, 3, 7, 2, 6)  # e, tile, slice, step, g, t, half, sub
+    cut = codes.reshape(count, tiles, 2, 8, slices, steps, 2, 4, 8)  # e, tile, half, g, slice, step, sub, t, 8
+    words = fp4_words(cut.permute(0, 1, 4, 5, 3, 7, 2, 6, 8).flatten(-2))  # e, tile, slice, step, g, t, half, sub
     cut = scales.reshape(count, tiles, 2, 8, slices, steps, 2, 2)  # e, tile, half, g, slice, step, sub, block
-    held = cut.permute(0, 1, 4, 5, 3, 7, 2, 6)
+    held = cut.permute(0, 1, 4, 5, 3, 7, 6, 2).flatten(-2).to(torch.int32)  # lower g, lower g + 8, upper g, upper g + 8
+    held = (held << 4 & 255 | held.roll(1, -1) >> 4).to(torch.uint8)
     flat = (count, tiles, slices, -1)
-    return torch.cat((words.contiguous().view(torch.uint8).reshape(flat), held.reshape(flat)), -1)
+    return torch.cat((words.view(torch.uint8).reshape(flat), held.reshape(flat)), -1)
+
+
+def fp4_words(codes: Tensor) -> Tensor:
+    """int32 FP4 codes [..., 16] to the two int32 words [..., 2] in which decode_eight finds 8 of them each."""
+    words = torch.zeros((*codes.shape[:-1], 2), dtype=torch.int32, device=codes.device)
+    for i, places in enumerate(FP4_BITS_AT):
+        for rank, (word, at) in enumerate(places):
+            words[..., word] |= (codes[..., i] >> (3 - rank) & 1) << at
+    return words
+
+
+def fp4_codes(words: Tensor) -> Tensor:
+    """The inverse of fp4_words."""
+    codes = torch.zeros((*words.shape[:-1], 16), dtype=torch.int32, device=words.device)
+    for i, places in enumerate(FP4_BITS_AT):
+        for rank, (word, at) in enumerate(places):
+            codes[..., i] |= (words[..., word] >> at & 1) << (3 - rank)
+    return codes
 
 
 def _fp8_pieces(codes: Tensor, scale: Tensor, slices: int, steps: int, paired: bool) -> Tensor:
@@ -225,10 +245,15 @@ def fp8_values(lanes: Tensor) -> Tensor:
 
 
 def scale_bytes(scale: Tensor) -> Tensor:
-    """E4M3 values as 5 exponent bits, 10 above the value's own, and 3 mantissa bits; 0 for zero."""
+    """E4M3 values as 5 exponent bits, 22 above the value's own, and 3 mantissa bits; 0 for zero."""
     mantissa, exponent = torch.frexp(scale)
-    held = (exponent + 9) * 8 + ((mantissa * 2 - 1) * 8).to(torch.int32)
+    held = (exponent + 21) * 8 + ((mantissa * 2 - 1) * 8).to(torch.int32)
     return torch.where(scale == 0, 0, held).to(torch.uint8)
+
+
+def scale_values(held: Tensor) -> Tensor:
+    """The inverse of scale_bytes, from int32 to float32."""
+    return torch.where(held == 0, 0.0, torch.ldexp(1 + (held & 7) / 8, (held >> 3) - 22))
 
 
 def _to_tiles(rows: Tensor, paired: bool) -> Tensor:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stepfloor.formats.codec import PackedWeight, stack_rows
-from stepfloor.kernels._experts import FP4_BITS_AT, fp8_lanes, fp8_values, scale_bytes
+from stepfloor.kernels._experts import fp4_codes, fp4_words, fp8_lanes, fp8_values, scale_bytes, scale_values
 from stepfloor.kernels._jit import Launch, compile_cuda, device_arch
 
 WARPS = 8
@@ -300,10 +300,9 @@ def _as_stored(codes: Tensor, inner: Tensor, plan: StreamPlan, scales: Tensor | 
     if name == "nvfp4":
         values = _fp4_values(codes)[:, :k]
         held = inner.flatten(1)[:, : k // 16].to(torch.int32)
-        scale = torch.where(held == 0, 0.0, torch.ldexp(1 + (held & 7) / 8, (held >> 3) - 10))
         scale_2 = None if scales is None else scales[0] / _FP4_REST
         data = values[:, 0::2] | values[:, 1::2] << 4
-        return PackedWeight(name, (n, k), data, scale.to(torch.float8_e4m3fn), scale_2)
+        return PackedWeight(name, (n, k), data, scale_values(held).to(torch.float8_e4m3fn), scale_2)
     data = fp8_values(codes)[:, :k].contiguous().view(torch.float8_e4m3fn)
     if name == "mxfp8":
         return PackedWeight(name, (n, k), data, inner.flatten(1)[:, : k // 32] - MX_BIAS)
@@ -322,24 +321,14 @@ def mx_exponents(weight: PackedWeight) -> Tensor:
 
 def _fp4_lanes(codes: Tensor) -> Tensor:
     """FP4 codes [N, C] to the words of decode_eight, each lane's two steps side by side: uint8 [N, C / 2]."""
-    cut = codes.to(torch.int32).unflatten(-1, (-1, 2, 4, 4, 2))  # [N, unit, step, t, pair, odd]
-    words = torch.zeros(cut.shape[:-2], dtype=torch.int32, device=codes.device)
-    for pair, places in enumerate(FP4_BITS_AT):
-        for odd, bits in enumerate(places):
-            for rank, at in enumerate(bits):
-                words |= (cut[..., pair, odd] >> (3 - rank) & 1) << at
-    return words.transpose(-1, -2).contiguous().flatten(1).view(torch.uint8)
+    cut = codes.to(torch.int32).unflatten(-1, (-1, 2, 4, 8))  # [N, unit, step, t, 8]
+    return fp4_words(cut.transpose(2, 3).flatten(-2)).flatten(1).view(torch.uint8)
 
 
 def _fp4_values(lanes: Tensor) -> Tensor:
     """The inverse of _fp4_lanes, uint8 [N, C]."""
-    words = lanes.view(torch.int32).unflatten(-1, (-1, 4, 2)).transpose(-1, -2)  # [N, unit, step, t]
-    codes = torch.zeros((*words.shape, 8), dtype=torch.uint8, device=lanes.device)
-    for pair, places in enumerate(FP4_BITS_AT):
-        for odd, bits in enumerate(places):
-            for rank, at in enumerate(bits):
-                codes[..., 2 * pair + odd] |= ((words >> at & 1) << (3 - rank)).to(torch.uint8)
-    return codes.flatten(1)
+    codes = fp4_codes(lanes.view(torch.int32).unflatten(-1, (-1, 4, 2)))  # [N, unit, t, 16]
+    return codes.unflatten(-1, (2, 8)).transpose(2, 3).flatten(1).to(torch.uint8)
 
 
 # ---------------------------------------------------------------------- the matrix for the library

@@ -13,9 +13,9 @@
 
 #include "stream.cuh"
 #include "expert_sums.cuh"
+#include "shared_expert.cuh"
 
-// N, K            output rows; columns. SHARED_K  columns of the shared expert, 0 without one
-// SHARED_FORMAT   of its matrix: 0 bf16, 1 E4M3 with a float32 scale for SCALE_ROWS rows and SCALE_COLUMNS columns, 2 MXFP8
+// N, K            output rows; columns. SHARED_K  columns of the shared expert, 0 without one: see shared_expert.cuh
 // EXPERTS, TOPK   experts; choices of a row. EXPERT_FORMAT  of their weights, see expert_sums.cuh
 // STEPS           64-column steps of half of the columns
 // SHARERS         warps that share a tile: 1, or 2 with half of the columns each
@@ -32,8 +32,6 @@ constexpr int PIECE_BYTES = HALVES * HALF_BYTES;
 constexpr int ROW_PITCH = HALVES * STEPS * 128 + 64;  // 4 modulo 8 units of 16 bytes: no bank conflict
 constexpr int SLOT_BYTES = PIECE_BYTES + GROUP * ROW_PITCH;
 constexpr int PAIRS = ROWS * TOPK;
-constexpr int SHARED_STEPS = (SHARED_K + 63) / 64;
-constexpr int SHARED_BYTES = SHARED_FORMAT == 0 ? 2048 : SHARED_FORMAT == 1 ? 1024 : 1056;  // of a tile in a step
 constexpr int SHARED_LINE = SHARERS * PAIRS;
 constexpr int LINES = SHARED_LINE + SHARED_STEPS * ROWS;  // of 16 sums
 constexpr int TILES = (N / 16 + CLUSTERS - 1) / CLUSTERS;  // of a cluster at most
@@ -78,26 +76,6 @@ struct Arguments {
 };
 
 DEVICE float from_bf16(u16 value) { return __uint_as_float((u32)value << 16); }
-
-// The shared expert's weights of this lane in a step: the lower 32 columns of rows g and g + 8, then the upper ones.
-struct SharedWeights {
-  Words top[2], bottom[2];
-};
-DEVICE SharedWeights load_shared_weights(const u8* from, int lane) {
-  const Words a = load_global(from + lane * 16), b = load_global(from + 512 + lane * 16);
-  if constexpr (SHARED_FORMAT == 0) {
-    return {{a, b}, {load_global(from + 1024 + lane * 16), load_global(from + 1536 + lane * 16)}};
-  } else {
-    u32 power[4] = {E4M3_POWER, E4M3_POWER, E4M3_POWER, E4M3_POWER};
-    if constexpr (SHARED_FORMAT == 2) {
-      const u32 powers = load_global_word(from + 1024 + lane / 4 * 4);
-#pragma unroll
-      for (int i = 0; i < 4; i++) power[i] = spread_byte(powers, i) * 0x80u;
-    }
-    return {{decode_e4m3(a.x, a.y, power[0]), decode_e4m3(a.z, a.w, power[1])},
-            {decode_e4m3(b.x, b.y, power[2]), decode_e4m3(b.z, b.w, power[3])}};
-  }
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) moe_down_kernel(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(128) u8 shared[];
@@ -168,12 +146,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) moe_down_kernel(co
     for (int job = worker; job < tiles * SHARED_STEPS; job += CLUSTER * WARPS) {
       const int tile = job / SHARED_STEPS, step = job % SHARED_STEPS;
       const SharedWeights w = load_shared_weights(a.shared_tape + ((u64)(first_tile + tile) * SHARED_STEPS + step) * SHARED_BYTES, lane);
-      auto scale = [&](int row) {
-        constexpr int LINE = (SHARED_K + SCALE_COLUMNS - 1) / SCALE_COLUMNS;
-        const int line = ((first_tile + tile) * 16 + row) / SCALE_ROWS * LINE;
-        return SHARED_FORMAT == 1 ? load_global_float(a.shared_scale + line + step * 64 / SCALE_COLUMNS) : 1.f;
-      };
-      const float above = scale(g), below = scale(g + 8);
+      const int row = (first_tile + tile) * 16 + g;
+      const float above = shared_scale(a.shared_scale, row, step), below = shared_scale(a.shared_scale, row + 8, step);
 #pragma unroll 1
       for (int first = 0; first < a.rows; first += 8) {
         const u16* row = a.shared_hidden + min(first + g, a.rows - 1) * a.shared_stride;

@@ -13,7 +13,7 @@ time. A shared expert that `moe_down.cu` cannot take has its product from the fi
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stepfloor.formats.codec import PackedWeight, quantize
+from stepfloor.kernels._down_many import SLICES, ManyDownPlan, many_launch, plan_many
 from stepfloor.kernels._experts import (
     FORMATS,
     MAX_ROWS,
@@ -73,7 +74,7 @@ from stepfloor.kernels._torch import expert_product, expert_tiles, product, sigm
 
 logger = logging.getLogger(__name__)
 
-SLICES = 2  # parts of K that are summed apart
+FEW_ROWS = 8  # that moe_down.cu serves, and moe_down_many.cu more
 # One H200, bf16: 13.8 us at 1 row of 10 experts, 38.3 at 4 of 37; with 128 columns of K a step 15.2 and 44.1.
 DECODE = Tiles(16, 128, 64, 4, 4)
 PREFILL = Tiles(128, 128, 64, 8, 3)
@@ -86,6 +87,12 @@ SHARED_FORMATS = {
     "mxfp8": (2, 1, 0),
 }
 STREAMED_ROWS = 4 * MAX_ROWS  # as for moe_gate_up: beyond, tiled experts are decoded to bf16
+
+
+def shared_macros(format_name: str, k: int) -> tuple[int, int, int]:
+    """SHARED_FORMAT, SCALE_ROWS and SCALE_COLUMNS for a shared expert's matrix of k columns."""
+    number, rows, columns = SHARED_FORMATS[format_name]
+    return number, rows, columns or max(1, k)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,14 +164,14 @@ class DownPlan:
     @property
     def macros(self) -> dict[str, int]:
         """The macros that specialise the kernel."""
-        number, scale_rows, scale_columns = SHARED_FORMATS[self.shared_format]
+        number, scale_rows, scale_columns = shared_macros(self.shared_format, self.shared_k)
         return {
             "N": self.n,
             "K": self.k,
             "SHARED_K": self.shared_k,
             "SHARED_FORMAT": number,
             "SCALE_ROWS": scale_rows,
-            "SCALE_COLUMNS": scale_columns or max(1, self.shared_k),
+            "SCALE_COLUMNS": scale_columns,
             "EXPERTS": self.experts,
             "TOPK": self.topk,
             "EXPERT_FORMAT": FORMATS[self.format],
@@ -616,12 +623,22 @@ def moe_down_repack(
     else:
         say_once(logger, f"the shared expert's product is a kernel of its own: {apart}")
     fused = _fused(shared)
-    count = torch.cuda.get_device_properties(target).multi_processor_count
     for rows in capacities_up_to(max_rows):
-        plan = fit_down(plan_for(tiled, fused, topk, rows, count), target, tiled.cache_dir)
-        down_launch(plan, target, tiled.cache_dir)
+        down_launch(choose_down(tiled, fused, topk, rows, target), target, tiled.cache_dir)
     torch.cuda.synchronize(target)
     return tiled, shared
+
+
+def choose_down(
+    down: TiledExperts, shared: TiledShared | None, topk: int, rows: int, device: torch.device
+) -> DownPlan | ManyDownPlan:
+    """The kernel for this many rows of a device."""
+    if rows > FEW_ROWS:
+        if shared is None:
+            return plan_many(down, 0, topk, rows)
+        return plan_many(down, shared.shape[1], topk, rows, shared_macros(shared.format, shared.shape[1]))
+    count = torch.cuda.get_device_properties(device).multi_processor_count
+    return fit_down(plan_for(down, shared, topk, rows, count), device, down.cache_dir)
 
 
 def plan_for(down: TiledExperts, shared: TiledShared | None, topk: int, rows: int, multiprocessors: int) -> DownPlan:
@@ -660,7 +677,7 @@ def fit_down(plan: DownPlan, device: torch.device, cache_dir: Path) -> DownPlan:
 
     The blocks of a cluster lie in one part of the chip, and the parts differ in their number of multiprocessors.
     """
-    at_once = down_launch(plan, device, cache_dir).clusters_at_once
+    at_once = _cluster_launch(plan, device, cache_dir).clusters_at_once
     return plan if at_once >= plan.clusters else replace(plan, clusters=max(1, at_once))
 
 
@@ -670,7 +687,7 @@ def down_rows(
     weights: Tensor,
     down: TiledExperts,
     shared: tuple[Tensor, Tensor, TiledShared] | None,
-    plan: DownPlan | None = None,
+    plan: DownPlan | ManyDownPlan | None = None,
 ) -> Tensor:
     """Queue the kernel for hidden [T, topk, I] bf16; shared is the shared expert's hidden rows, gate and matrix."""
     count, topk = ids.shape
@@ -679,10 +696,8 @@ def down_rows(
         shared = contiguous_rows(shared[0]), shared[1].contiguous(), shared[2]
     out = hidden.new_empty((count, down.shape[0]))
     if plan is None:
-        multiprocessors = torch.cuda.get_device_properties(hidden.device).multi_processor_count
         matrix = None if shared is None else shared[2]
-        plan = plan_for(down, matrix, topk, min(count, MAX_ROWS), multiprocessors)
-        plan = fit_down(plan, hidden.device, down.cache_dir)
+        plan = choose_down(down, matrix, topk, min(count, MAX_ROWS), hidden.device)
     launch = down_launch(plan, hidden.device, down.cache_dir)
     spilled = down_scratch(plan, hidden.device)
     for first in range(0, count, plan.rows):
@@ -692,9 +707,10 @@ def down_rows(
     return out
 
 
-def down_scratch(plan: DownPlan, device: torch.device) -> Tensor | None:
+def down_scratch(plan: DownPlan | ManyDownPlan, device: torch.device) -> Tensor | None:
     """Room for sums that shared memory cannot hold, or None."""
-    return torch.empty((plan.lines, plan.n), device=device) if plan.spill else None
+    spills = isinstance(plan, ManyDownPlan) or plan.spill
+    return torch.empty((plan.lines, plan.n), device=device) if spills else None
 
 
 def down_arguments(
@@ -715,8 +731,17 @@ def down_arguments(
 
 
 @cache
-def down_launch(plan: DownPlan, device: torch.device, cache_dir: Path, dependent: bool = True) -> Launch:
-    """The compiled kernel, once a process."""
+def down_launch(
+    plan: DownPlan | ManyDownPlan, device: torch.device, cache_dir: Path, dependent: bool = True
+) -> Callable[[bytes], None]:
+    """The compiled kernel, or the two of many rows, once a process."""
+    if isinstance(plan, DownPlan):
+        return _cluster_launch(plan, device, cache_dir, dependent)
+    return many_launch(plan, device, cache_dir, dependent)
+
+
+@cache
+def _cluster_launch(plan: DownPlan, device: torch.device, cache_dir: Path, dependent: bool = True) -> Launch:
     cubin = compile_cuda("moe_down.cu", plan.macros, device_arch(device), cache_dir)
     name, threads = "moe_down_kernel", plan.warps * 32
     return Launch(

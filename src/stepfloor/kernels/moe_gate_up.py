@@ -106,8 +106,7 @@ class GateUpPlan:
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block, as the kernel lays it out."""
         columns = self.group if self.gather else self.rows
-        rows = self.group * (WARPS * self.steps * 128 + 64) if self.gather else 0
-        slot = WARPS * piece_bytes(self.format, self.steps) + rows
+        slot = WARPS * piece_bytes(self.format, self.steps)
         sums = WARPS * WARPS * 16 * (1 if columns == 1 else columns + columns % 2) * 4
         return self.slots * (slot + 16) + sums + list_bytes(self.experts, self.topk, self.rows, self.group)
 
@@ -344,20 +343,17 @@ def moe_gate_up_repack(
 def plan_gate_up(gate_up: TiledExperts, topk: int, rows: int) -> GateUpPlan:
     """The kernel for this many rows.
 
-    Up to 4 rows the blocks leave room for one of moe_down's beside two of them. Beyond 8, entries of the list are
-    short, so that more tiles fit: of 512 experts at 16 rows 1 in 250 has more than 2 pairs, at 64 rows 1 in 30 more
-    than 3, and is read twice. 64 rows in a step on an H200: 192 us with 3, 204 with 2.
-
-    FP8's tiles are nearly twice as large, and rows lie beside them from 5 rows on: one block a multiprocessor with
-    entries as long is then faster than two with one pair an entry: 103 us for 124 at 16 rows, 282 for 461 at 64.
+    Up to 4 rows the blocks leave room for one of moe_down's beside two of them. Entries of the list are short, so that
+    more tiles fit beside their sums: of 512 experts hardly one has more than 4 of 64 rows, and is read twice. FP8's
+    tiles are nearly twice as large: two fit.
     """
     n, k = gate_up.shape
     capacity = capacity_for(rows)
+    group, slots = {1: (1, 3), 16: (4, 4), MAX_ROWS: (4, 3)}.get(capacity, (2, 2))
     experts = gate_up.tape.shape[0]
     if gate_up.format != "nvfp4":
-        group, slots = {1: (1, 2), MAX_ROWS: (3, 3)}.get(capacity, (2, 2))
+        group, slots = {1: (1, 2), 16: (4, 2)}.get(capacity, (2, 2))
         return GateUpPlan(k, n // 2, experts, topk, capacity, capacity > 4, slots, False, group, gate_up.format)
-    group, slots = {1: (1, 3), MAX_ROWS: (3, 2)}.get(capacity, (2, 2))
     return GateUpPlan(k, n // 2, experts, topk, capacity, capacity > 8, slots, capacity <= 4, group)
 
 

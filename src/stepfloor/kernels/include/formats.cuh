@@ -69,7 +69,11 @@ DEVICE Words decode(const Codes& c, int step, int t) {
     return c.words;
   } else if constexpr (FORMAT == NVFP4) {
     u32 pairs[4];
-    decode_eight(step == 0 ? c.words.x : c.words.y, decode_scale(c.scale, step * 2 + t / 2), pairs);
+    const u32 scale = decode_scale(c.scale, step * 2 + t / 2);
+    if (step == 0)
+      decode_eight<0>(c.words.x, c.words.y, scale, pairs);
+    else
+      decode_eight<1>(c.words.x, c.words.y, scale, pairs);
     return Words{pairs[0], pairs[1], pairs[2], pairs[3]};
   } else {
     const u32 power = FORMAT == MXFP8 ? c.scale * 0x00800080u : E4M3_POWER;  // a stored power has it already
