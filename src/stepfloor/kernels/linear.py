@@ -282,9 +282,9 @@ def _pair_of(weights: Sequence[PackedWeight], device: torch.device, cache_dir: P
     count = torch.cuda.get_device_properties(device).multi_processor_count
     (n, k), rest = first.shape, second.shape[0]
     plans = plan_pair(n, rest, k, before, count, first.format, second.format)
-    if plans is None or max(pair_bytes(plans, pair_variant(plans, r)) for r in (8, 16, MAX_ROWS)) > shared_limit(
-        device
-    ):
+    if plans is None:
+        return None
+    if max(pair_bytes(plans, pair_variant(plans, rows)) for rows in (8, 16, MAX_ROWS)) > shared_limit(device):
         return None
     return StreamedPair(_streamed(first, plans.first, cache_dir), _streamed(second, plans.second, cache_dir), before)
 
