@@ -38,10 +38,10 @@ from stepfloor.kernels._experts import (
     CAPACITIES,
     MAX_ROWS,
     SHARED_LIMIT_OF_TWO,
-    STEP_BYTES,
     TiledExperts,
     capacity_for,
     pack_experts,
+    piece_bytes,
 )
 from stepfloor.kernels._jit import compile_cuda, device_arch
 from stepfloor.kernels.linear import StreamedWeight, linear, linear_repack, stream_product
@@ -546,7 +546,7 @@ class Layers:
         for _ in range(count):
             for n, k, slices, to in ((2 * WIDTH, D, WARPS, self.gate_up), (D, WIDTH, SLICES, self.down)):
                 steps = k // 64 // slices
-                shape = (experts, n // 16, slices, steps * STEP_BYTES)
+                shape = (experts, n // 16, slices, piece_bytes("nvfp4", steps))
                 tape = torch.randint(0, 256, shape, dtype=torch.uint8, device=device)
                 tape[..., steps * 512 :] = torch.randint(64, 96, (1,), dtype=torch.uint8, device=device)
                 to.append(TiledExperts((n, k), slices == WARPS, slices, steps, tape, scale, cache_dir))

@@ -1,4 +1,4 @@
-"""Experts of any format and prompt chunks: the Triton kernels of moe_gate_up and moe_down, right first, then timed.
+"""Experts of any format and prompt chunks: what moe_gate_up and moe_down run beside Triton, right first, then timed.
 
 Part of `benchmarks.experts`, which runs `decode` and `prefill` in a process each. Every case stands alone: what fails
 is named and the next one runs. The last line is a JSON list of rows.
@@ -17,11 +17,11 @@ from torch import Tensor
 
 from benchmarks.linear import capture, medians_us, say
 from stepfloor.formats.codec import PackedWeight
-from stepfloor.kernels._experts import TiledExperts, pack_experts
+from stepfloor.kernels._experts import FORMATS, TiledExperts, pack_experts
 from stepfloor.kernels._grouped import Tiles
 from stepfloor.kernels.moe_down import DECODE as DOWN_DECODE
 from stepfloor.kernels.moe_down import PREFILL as DOWN_PREFILL
-from stepfloor.kernels.moe_down import SLICES, down_grouped, down_rows, moe_down
+from stepfloor.kernels.moe_down import SLICES, down_grouped, down_rows, moe_down, pack_shared
 from stepfloor.kernels.moe_gate_up import DECODE as GATE_UP_DECODE
 from stepfloor.kernels.moe_gate_up import PREFILL as GATE_UP_PREFILL
 from stepfloor.kernels.moe_gate_up import WARPS, gate_up_grouped, gate_up_rows, moe_gate_up
@@ -124,7 +124,7 @@ class Bench:
         self.stored = random_stack(name, 2 * WIDTH, D, device), random_stack(name, D, WIDTH, device)
         self.gate_up: PackedWeight | TiledExperts = self.stored[0]
         self.down: PackedWeight | TiledExperts = self.stored[1]
-        if name == "nvfp4":
+        if name in FORMATS:
             self.gate_up = pack_experts(self.stored[0], WARPS, True, cache_dir)
             self.down = pack_experts(self.stored[1], SLICES, False, cache_dir)
         make = torch.Generator(device).manual_seed(7)
@@ -133,6 +133,7 @@ class Bench:
             return torch.randn(*shape, generator=make, device=device).to(torch.bfloat16)
 
         self.shared_down = (PackedWeight("bf16", (D, WIDTH), rand(D, WIDTH) / WIDTH**0.5),)
+        self.held_shared = tuple(pack_shared(w) for w in self.shared_down) if name in FORMATS else self.shared_down
         self.x, self.shared = rand(most, D), (rand(most, WIDTH), rand(most, 1).sigmoid())
         scores = torch.rand(CALLS, most, EXPERTS, generator=make, device=device)
         self.ids = [each.topk(TOPK).indices for each in scores]
@@ -142,7 +143,7 @@ class Bench:
         """The operators as the model calls them."""
         ids = self.ids[call][:rows]
         hidden = moe_gate_up(self.x[:rows], ids, self.gate_up)
-        return hidden, self.second(moe_down, hidden, call, self.down, self.shared_down)
+        return hidden, self.second(moe_down, hidden, call, self.down, self.held_shared)
 
     def second(self, operator: Callable[..., Tensor], hidden: Tensor, call: int, *matrices: Any, **how: Any) -> Tensor:
         """moe_down, or what it queues."""
@@ -181,13 +182,16 @@ class Bench:
         hidden = [torch.randn(rows, TOPK, WIDTH, device=self.device).to(torch.bfloat16) for _ in range(CALLS)]
 
         def first(i: int, tiles: Tiles) -> object:
-            return gate_up_grouped(self.x[:rows], self.ids[i][:rows], self.gate_up, tiles)
+            return gate_up_grouped(self.x[:rows], self.ids[i][:rows], self.stored[0], tiles)
 
         def last(i: int, tiles: Tiles) -> object:
-            return self.second(down_grouped, hidden[i], i, self.down, self.shared_down, tiles=tiles)
+            return self.second(down_grouped, hidden[i], i, self.stored[1], self.shared_down, tiles=tiles)
 
         swept = rows <= 4 and self.name == "bf16"
         runs: dict[str, Callable[[int], object]] = {"pair": lambda i: self.both(rows, i)}
+        if self.name in FORMATS:
+            runs["gate_up streamed"] = lambda i: moe_gate_up(self.x[:rows], self.ids[i][:rows], self.gate_up)
+            runs["down streamed"] = lambda i: self.second(moe_down, hidden[i], i, self.down, self.held_shared)
         for half, run, cuts in (("gate_up", first, GATE_UP_TILES), ("down", last, DOWN_TILES)):
             for name, tiles in cuts.items():
                 if swept or name == "default":

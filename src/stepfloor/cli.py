@@ -496,7 +496,7 @@ def bench_step(
     model: Annotated[
         str | None, typer.Argument(help="A checkpoint to load; without one, random weights at full size.")
     ] = None,
-    mix: Annotated[str, typer.Option("--format", help="Formats of random weights: a, b, b', c or c'.")] = ("a"),
+    mix: Annotated[str, typer.Option("--format", help="Formats of random weights: a, b, b', c, c' or fp8.")] = "a",
     config: Annotated[Path | None, typer.Option(help="config.json of the random model; without it, full size.")] = None,
     sequences: Annotated[str, typer.Option(help="Decoding together; a list is 1,4,16.")] = "1,4,16",
     spec_tokens: Annotated[str, typer.Option(help="Drafts a step; a list is 0,3.")] = "0,3",

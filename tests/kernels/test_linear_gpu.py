@@ -22,13 +22,22 @@ from stepfloor.kernels._stream import (
     why_not_streamed,
 )
 from stepfloor.kernels.linear import (
+    MAX_ROWS,
+    StreamedPair,
     StreamedWeight,
     Variant,
     choose_variant,
     kernel_macros,
     linear,
     linear_inputs,
+    linear_join,
     linear_repack,
+    pair_bytes,
+    pair_macros,
+    pair_parts,
+    pair_product,
+    pair_variant,
+    plan_pair,
     plan_stream,
     shared_bytes,
     spread_clusters,
@@ -233,6 +242,66 @@ def test_formats_compile(name: str, arch: str, tmp_path: Path) -> None:
     assert compile_cuda("stream_dense.cu", macros, arch, tmp_path).startswith(b"\x7fELF")
 
 
+@pytest.mark.parametrize("name", ["fp8_channel", "fp8_block", "mxfp8"])
+@pytest.mark.parametrize(("n", "rest", "before"), [(16384, 96, 0), (13312, 640, 0), (1280, 513, 512)])
+def test_pairs_of_the_model(n: int, rest: int, before: int, name: str) -> None:
+    """One wave, no block with much more than its share, and the sums' order of each matrix alone."""
+    plans = plan_pair(n, rest, 2560, before, 132, name, "bf16")
+    assert plans is not None
+    assert plans.blocks <= 132
+    sizes = [plan.tape_bytes / plan.blocks for plan in (plans.first, plans.second)]
+    assert max(sizes) <= 1.06 * sum(plan.tape_bytes for plan in (plans.first, plans.second)) / 132
+    for rows in ROWS:
+        assert pair_bytes(plans, pair_variant(plans, rows)) <= SHARED_LIMIT
+    for plan, format_name in ((plans.first, name), (plans.second, "bf16")):
+        alone = plan_stream(plan.n, plan.k, 132, format_name=format_name)
+        assert (plan.split, plan.slices, plan.steps) == (alone.split, alone.slices, alone.steps)
+
+
+def test_what_is_a_pair() -> None:
+    """Two formats, of which one may lie on both sides of the other."""
+    small, large, more = (quantize(torch.randn(n, 64), name) for n, name in ((8, "bf16"), (64, "mxfp8"), (64, "bf16")))
+    assert pair_parts((large, small)) == (large, small, 0)
+    assert pair_parts((small, large)) == (large, small, 8)
+    middle, rest, before = pair_parts((more, large, small)) or (None, None, 0)
+    assert middle is large
+    assert rest is not None
+    assert (rest.shape, before) == ((72, 64), 64)
+    assert pair_parts((large, small, quantize(torch.randn(8, 64), "fp8_channel"))) is None
+    # a matrix of 8192 columns and more is split over clusters, which a pair has none of
+    assert plan_pair(64, 8, 10240, 0, 132, "fp8_channel", "bf16") is None
+
+
+@pytest.mark.parametrize("rows", [3, 100])
+def test_pair_on_the_cpu_is_the_reference(rows: int) -> None:
+    """The gap of the second matrix: columns on both sides of the first's."""
+    weights = [quantize(torch.randn(n, 640) / 25, name) for n, name in ((20, "bf16"), (64, "mxfp8"), (3, "bf16"))]
+    first, second, before = pair_parts(weights) or (weights[1], weights[0], 0)
+    plans = plan_pair(64, 23, 640, before, 4, "mxfp8", "bf16")
+    assert plans is not None
+    pair = StreamedPair(
+        *(
+            StreamedWeight(plan, pack_tape(w, plan), Path(), outer_scales(w))
+            for w, plan in ((first, plans.first), (second, plans.second))
+        ),
+        before,
+    )
+    x = torch.randn(rows, 640).to(torch.bfloat16)
+    assert pair.shape == (87, 640)
+    assert torch.equal(linear(x, (pair,)), linear(x, weights))
+
+
+@pytest.mark.skipif(NO_NVRTC is not None, reason=NO_NVRTC or "")
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
+@pytest.mark.parametrize(("n", "rest", "before"), [(16384, 96, 0), (1280, 513, 512)])
+def test_pairs_compile(n: int, rest: int, before: int, arch: str, tmp_path: Path) -> None:
+    for name, rows in (("fp8_block", 8), ("mxfp8", 64)):
+        plans = plan_pair(n, rest, 2560, before, 132, name, "bf16")
+        assert plans is not None
+        macros = pair_macros(plans, pair_variant(plans, rows))
+        assert compile_cuda("linear_pair.cu", macros, arch, tmp_path).startswith(b"\x7fELF")
+
+
 @pytest.mark.skipif(NO_NVRTC is not None, reason=NO_NVRTC or "")
 def test_compile_error_carries_the_log(tmp_path: Path) -> None:
     macros = kernel_macros(plan_stream(64, 64, 4), Variant(1, False)) | {"SLICES": 3}
@@ -298,13 +367,35 @@ def test_against_float64(n: int, k: int, name: str, cubins: Path) -> None:
 
 @pytest.mark.gpu
 @GPU
-@pytest.mark.parametrize("rows", [1, 16, 40, 100])
-def test_formats_side_by_side(rows: int, cubins: Path) -> None:
-    """FP8 rows and bf16 rows share an input, as in an FP8 release's delta net: each fills its own columns."""
-    x = torch.randn(rows, 2560, device="cuda").to(torch.bfloat16)
-    weights = [odd_weight(1000, 2560, "fp8_channel", "cuda"), odd_weight(96, 2560, "bf16", "cuda")]
-    streamed = [linear_repack(w, "cuda", cubins) for w in weights]
-    assert torch.equal(linear(x, streamed), torch.cat([linear(x, (w,)) for w in streamed], 1))
+@pytest.mark.parametrize("name", ["fp8_channel", "fp8_block", "mxfp8"])
+@pytest.mark.parametrize(("middle", "rest"), [(16384, (0, 96)), (13312, (0, 640)), (1280, (512, 1)), (1000, (96, 37))])
+def test_formats_side_by_side(middle: int, rest: tuple[int, int], name: str, cubins: Path) -> None:
+    """FP8 and bf16 rows share an input, as in an FP8 release: one launch, and every value has the bits it has alone."""
+    weights = [odd_weight(rows, 2560, "bf16", "cuda") for rows in rest if rows]
+    weights.insert(1 if rest[0] else 0, odd_weight(middle, 2560, name, "cuda"))
+    (pair,) = linear_join(weights, "cuda", cubins, MAX_ROWS)
+    assert isinstance(pair, StreamedPair)
+    x = torch.randn(100, 2560, device="cuda").to(torch.bfloat16)
+    before, end = rest[0], rest[0] + middle
+    exact = torch.cat([x.double() @ w.dequantize().double().T for w in weights], 1)
+    bound = torch.cat([product_bound(x, w) for w in weights], 1)
+    held = torch.full((96, end + rest[1] + 3), float("nan"), dtype=torch.bfloat16, device="cuda")
+    full: Tensor | None = None
+    for rows in (80, 1, 5, 16, 40):
+        second = linear(x[:rows], (pair.second,))
+        alone = torch.cat((second[:, :before], linear(x[:rows], (pair.first,)), second[:, before:]), 1)
+        y = linear(x[:rows], (pair,))
+        full = y if full is None else full
+        assert torch.equal(y, alone)
+        assert torch.equal(y, full[:rows])
+        assert bool(((y.double() - exact[:rows]).abs() <= bound[:rows]).all())
+        held.fill_(float("nan"))
+        pair_product(x[:rows], pair, held[:rows, :-3])
+        assert torch.equal(held[:rows, :-3], y)
+        assert bool(held[rows:].isnan().all())
+        assert bool(held[:, -3:].isnan().all())
+    rounded = torch.cat([x.double() @ w.dequantize().to(torch.bfloat16).double().T for w in weights], 1)
+    assert bool(((linear(x, (pair,)).double() - rounded).abs() <= bound * 1.01).all())
 
 
 @pytest.mark.gpu

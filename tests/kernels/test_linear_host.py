@@ -9,6 +9,7 @@ import ctypes
 import re
 import shutil
 import subprocess
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,10 +30,17 @@ from stepfloor.kernels._stream import (
     pack_tape,
 )
 from stepfloor.kernels.linear import (
+    PairPlan,
+    StreamedPair,
+    StreamedWeight,
     Variant,
     block_threads,
     kernel_macros,
     pack_arguments,
+    pair_arguments,
+    pair_bytes,
+    pair_macros,
+    pair_variant,
     plan_stream,
     shared_bytes,
     spread_clusters,
@@ -48,6 +56,13 @@ LINEAR = """
 extern "C" int run(const Arguments* a, u64 tape, u64 scales, u64 x, int blocks, int of, int threads, u64 shared_bytes) {
   readable = {{a->tape, tape}, {(const u8*)a->scales, scales}, {(const u8*)a->x, x}};
   return run_grid(blocks, of, threads, shared_bytes, [=] { linear_kernel(*a); });
+}
+"""
+PAIR = """
+extern "C" int run(const Arguments* a, const u64* sizes, int blocks, int threads, u64 shared_bytes) {
+  readable = {{a->first.tape, sizes[0]}, {(const u8*)a->first.scales, sizes[1]}, {a->second.tape, sizes[2]},
+              {(const u8*)a->second.scales, sizes[3]}, {(const u8*)a->first.x, sizes[4]}};
+  return run_grid(blocks, 1, threads, shared_bytes, [=] { linear_pair_kernel(*a); });
 }
 """
 DENSE = """
@@ -142,6 +157,74 @@ def check(plan: StreamPlan, variants: list[Variant], directory: Path) -> None:
             longest = y if rows > longest.shape[0] else longest
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "before"),
+    [
+        # the second's rows lie on both sides of the first's; warps share columns; one pass
+        (StreamPlan(70, 512, 1, 8, 1, 18, 18, 2, 2, 1, "fp8_channel"), StreamPlan(33, 512, 1, 8, 1, 9, 9, 2, 2, 1), 32),
+        # several passes, blocks of scales, nothing before
+        (replace(PASSES, format="fp8_block"), StreamPlan(26, 512, 1, 8, 1, 16, 16, 2, 1, 1), 0),
+        # warps share rows too, in each matrix in another way
+        pytest.param(
+            StreamPlan(43, 224, 1, 2, 4, 6, 6, 4, 4, 1, "mxfp8"),
+            StreamPlan(9, 224, 1, 1, 8, 1, 1, 7, 7, 1),
+            8,
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["around", "blocks", "stacks"],
+)
+def test_two_matrices_in_one_grid(first: StreamPlan, second: StreamPlan, before: int, tmp_path: Path) -> None:
+    """A pair could take another's columns, scales, blocks or shared memory; each value has the bits it has alone."""
+    plans = PairPlan(first, second, before)
+    weights = odd_weight(first.n, first.k, first.format), odd_weight(second.n, second.k, second.format)
+    pair = StreamedPair(*(streamed(w, p) for w, p in zip(weights, (first, second), strict=True)), before)
+    x = torch.randn(20, first.k, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    alone = [
+        run(build(w.plan, TALL, tmp_path / str(i)), w.plan, TALL, w.tape, w.scales, x[:16])
+        for i, w in enumerate((pair.first, pair.second))
+    ]
+    wanted = torch.cat((alone[1][:, :before], alone[0], alone[1][:, before:]), 1)
+    text = in_one_file((INCLUDE.parent / "linear_pair.cu").read_text(encoding="utf-8"))
+    for rows in (3, 20):
+        variant = pair_variant(plans, rows)
+        some = x[: min(rows, variant.max_rows)]
+        library = compiled(text + PAIR, pair_macros(plans, variant), tmp_path / f"{rows}.cpp")
+        y = run_pair(library, pair, variant, some)
+        assert torch.equal(y[:16], wanted[: y.shape[0]])
+        bound = torch.cat([product_bound(some, w) for w in weights], 1)
+        exact = torch.cat([some.double() @ w.dequantize().double().T for w in weights], 1)
+        whole = torch.cat((y[:, before : before + first.n], y[:, :before], y[:, before + first.n :]), 1)
+        assert bool(((whole.double() - exact).abs() <= bound).all())
+
+
+def streamed(weight: PackedWeight, plan: StreamPlan) -> StreamedWeight:
+    """A matrix on its tape."""
+    return StreamedWeight(plan, pack_tape(weight, plan), Path(), outer_scales(weight))
+
+
+def in_one_file(text: str) -> str:
+    """A kernel's text with the one that it includes, both made ready for the host."""
+    text = text.replace('#include "linear.cu"', (INCLUDE.parent / "linear.cu").read_text(encoding="utf-8"))
+    return re.sub(r"extern __shared__ .*? shared\[\];", "u8* shared = block_shared;", text)
+
+
+def run_pair(library: ctypes.CDLL, pair: StreamedPair, variant: Variant, x: Tensor) -> Tensor:
+    """What the pair's kernel writes, with NaN around input and output."""
+    (n, k), rows = pair.shape, x.shape[0]
+    held = torch.full((rows, k + 8), torch.nan, dtype=torch.bfloat16)
+    held[:, :k] = x
+    out = torch.full((rows + 2, n + 3), torch.nan, dtype=torch.bfloat16)
+    parts = (pair.first.tape, pair.first.scales, pair.second.tape, pair.second.scales, held)
+    sizes = (ctypes.c_uint64 * len(parts))(*(size(t) for t in parts))
+    library.run.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_uint64]
+    arguments = pair_arguments(pair, held[:, :k], out[:rows])
+    assert library.run(arguments, sizes, pair.plans.blocks, WARPS * 32, pair_bytes(pair.plans, variant)) == 0
+    assert bool(out[rows:].isnan().all())
+    assert bool(out[:, n:].isnan().all())
+    return out[:rows, :n]
+
+
 @pytest.mark.parametrize("name", list(CODINGS))
 def test_dense_matrix_is_the_decoded_one(name: str, tmp_path: Path) -> None:
     """Every code of every format comes back, rounded once, from rows and columns that end inside of blocks."""
@@ -180,13 +263,13 @@ def dense(
 
 def build(plan: StreamPlan, variant: Variant, directory: Path) -> ctypes.CDLL:
     """The kernel of a plan as a shared library."""
-    text = (INCLUDE.parent / "linear.cu").read_text(encoding="utf-8")
-    text = re.sub(r"extern __shared__ .*? shared\[\];", "u8* shared = block_shared;", text) + LINEAR
+    text = in_one_file((INCLUDE.parent / "linear.cu").read_text(encoding="utf-8")) + LINEAR
+    directory.mkdir(exist_ok=True)
     name = re.sub(r"\W+", "-", str(variant))
     return compiled(text, kernel_macros(plan, variant), directory / f"{name}.cpp")
 
 
-def compiled(text: str, macros: dict[str, int], source: Path) -> ctypes.CDLL:
+def compiled(text: str, macros: Mapping[str, int | str], source: Path) -> ctypes.CDLL:
     """A kernel as a shared library."""
     source.write_text(text, encoding="utf-8")
     defines = [f"-D{name}={value}" for name, value in macros.items()]

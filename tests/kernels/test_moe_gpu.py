@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stepfloor.formats.codec import PackedWeight, quantize
-from stepfloor.kernels._experts import SHARED_LIMIT, TiledExperts, decode_experts, decode_macros, pack_experts
+from stepfloor.kernels._experts import FORMATS, SHARED_LIMIT, TiledExperts, decode_experts, decode_macros, pack_experts
 from stepfloor.kernels._jit import compile_cuda, missing_for_cuda
 from stepfloor.kernels.moe_down import (
     SLICES,
@@ -35,24 +35,28 @@ from stepfloor.kernels.moe_route import moe_route, moe_route_reference, route_ma
 from tests.kernels import test_moe_down, test_moe_gate_up
 from tests.kernels.compare import assert_within
 from tests.kernels.grouped import poison_new_tensors
+from tests.kernels.streamed import odd_weight
 
 ROWS = (1, 2, 4, 8, 16, 64, 80)
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 NO_NVRTC = missing_for_cuda()
 
 
-def plans(rows: int) -> tuple[GateUpPlan, DownPlan]:
+def plans(rows: int, name: str = "nvfp4") -> tuple[GateUpPlan, DownPlan]:
     """The kernels of the model's own experts on a GPU of 132 multiprocessors."""
     tape = torch.empty((512, 0), dtype=torch.uint8)
-    gate_up = TiledExperts((1280, 2560), True, WARPS, 5, tape, tape, Path())
-    down = TiledExperts((2560, 640), False, SLICES, 5, tape, tape, Path())
+    gate_up = TiledExperts((1280, 2560), True, WARPS, 5, tape, tape, Path(), name)
+    down = TiledExperts((2560, 640), False, SLICES, 5, tape, tape, Path(), name)
     return plan_gate_up(gate_up, 10, rows), plan_down(down, 640, 10, rows, 132)
 
 
+@pytest.mark.parametrize("name", list(FORMATS))
 @pytest.mark.parametrize("rows", ROWS)
-def test_plans_of_the_model(rows: int) -> None:
+def test_plans_of_the_model(rows: int, name: str) -> None:
     """No second wave, no kernel that a multiprocessor cannot hold, no padded columns."""
-    gate_up, down = plans(rows)
+    gate_up, down = plans(rows, name)
+    assert down.per_multiprocessor == 2
+    assert gate_up.per_multiprocessor == 2 or (name != "nvfp4" and rows > 4)
     assert max(gate_up.shared_bytes, down.shared_bytes) <= SHARED_LIMIT
     assert gate_up.steps * WARPS * 64 == 2560
     assert down.steps * SLICES * 64 == 640
@@ -72,9 +76,15 @@ def test_one_row_leaves_room_for_down() -> None:
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
 @pytest.mark.parametrize("rows", [1, 4, 16, 80])
 def test_compiles(rows: int, arch: str, tmp_path: Path) -> None:
+    for name in ("fp8_channel", "fp8_block") if rows == 16 else ():
+        first, second = plans(rows, name)
+        assert compile_cuda("moe_gate_up.cu", first.macros, arch, tmp_path).startswith(b"\x7fELF")
+        assert compile_cuda("moe_down.cu", second.macros, arch, tmp_path).startswith(b"\x7fELF")
     gate_up, down = plans(rows)
     assert compile_cuda("moe_gate_up.cu", gate_up.macros, arch, tmp_path).startswith(b"\x7fELF")
-    assert compile_cuda("moe_down.cu", down.macros, arch, tmp_path).startswith(b"\x7fELF")
+    for shared_format in ("bf16", "fp8_channel", "fp8_block", "mxfp8") if rows == 16 else ("bf16",):
+        macros = replace(down, shared_format=shared_format).macros
+        assert compile_cuda("moe_down.cu", macros, arch, tmp_path).startswith(b"\x7fELF")
 
 
 @pytest.mark.skipif(NO_NVRTC is not None, reason=NO_NVRTC or "")
@@ -88,7 +98,9 @@ def test_route_compiles(arch: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
 def test_decoding_compiles(arch: str, tmp_path: Path) -> None:
     for macros in (decode_macros((1280, 2560), WARPS, 5, True), decode_macros((2560, 640), SLICES, 5, False)):
-        assert compile_cuda("_experts.cu", macros, arch, tmp_path).startswith(b"\x7fELF")
+        for number in FORMATS.values():
+            cubin = compile_cuda("_experts.cu", macros | {"EXPERT_FORMAT": number}, arch, tmp_path)
+            assert cubin.startswith(b"\x7fELF")
 
 
 @pytest.mark.gpu
@@ -129,11 +141,12 @@ def test_repack_stays_with_torch_where_it_must(caplog: pytest.LogCaptureFixture)
     assert "are not tiled" in caplog.text
 
 
-def test_tiled_weights_on_the_cpu_are_the_reference(tmp_path: Path) -> None:
-    inputs: dict[str, Any] = moe_gate_up_inputs(3, 64, 16, 4, 2, "nvfp4", torch.bfloat16, "cpu")
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_tiled_weights_on_the_cpu_are_the_reference(name: str, tmp_path: Path) -> None:
+    inputs: dict[str, Any] = moe_gate_up_inputs(3, 64, 16, 4, 2, name, torch.bfloat16, "cpu")
     tiled = pack_experts(inputs["gate_up"], WARPS, True, tmp_path)
     assert torch.equal(moe_gate_up(**inputs), moe_gate_up(**{**inputs, "gate_up": tiled}))
-    inputs = moe_down_inputs(3, 32, 48, 80, 4, 2, "nvfp4", torch.bfloat16, "cpu")
+    inputs = moe_down_inputs(3, 32, 48, 80, 4, 2, name, torch.bfloat16, "cpu")
     swapped = {"down": pack_experts(inputs["down"], SLICES, False, tmp_path)}
     assert torch.equal(moe_down(**inputs), moe_down(**{**inputs, **swapped}))
     shared = {"shared_down": (pack_shared(inputs["shared_down"][0]),)}
@@ -142,10 +155,12 @@ def test_tiled_weights_on_the_cpu_are_the_reference(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @GPU
+@pytest.mark.parametrize("name", list(FORMATS))
 @pytest.mark.parametrize(("d", "width", "experts", "topk"), [(2560, 640, 512, 10), (256, 48, 8, 2), (1040, 16, 33, 3)])
-def test_gate_up_against_float64(d: int, width: int, experts: int, topk: int, tmp_path: Path) -> None:
+def test_gate_up_against_float64(d: int, width: int, experts: int, topk: int, name: str, tmp_path: Path) -> None:
     """Right values, and a row's bits independent of the other rows."""
-    inputs: dict[str, Any] = moe_gate_up_inputs(85, d, width, experts, topk, "nvfp4", torch.bfloat16, "cuda")
+    experts = min(experts, 512 if name == "nvfp4" else 64)  # the inputs are made from float32 matrices
+    inputs: dict[str, Any] = moe_gate_up_inputs(85, d, width, experts, topk, name, torch.bfloat16, "cuda")
     x, ids, weight = inputs["x"], inputs["ids"], inputs["gate_up"]
     tiled = moe_gate_up_repack(weight, topk, "cuda", tmp_path)
     assert isinstance(tiled, TiledExperts)
@@ -171,12 +186,27 @@ def test_gate_up_against_float64(d: int, width: int, experts: int, topk: int, tm
 @pytest.mark.parametrize(
     ("d", "width", "shared", "experts", "topk"), [(2560, 640, 640, 64, 10), (256, 48, 64, 8, 2), (96, 640, 208, 33, 3)]
 )
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(
+    ("name", "fused", "shared_format"),
+    [
+        ("nvfp4", True, "bf16"),
+        ("nvfp4", False, "bf16"),
+        ("nvfp4", True, "fp8_channel"),
+        ("nvfp4", True, "fp8_block"),
+        ("nvfp4", True, "mxfp8"),
+        ("fp8_block", True, "bf16"),
+        ("fp8_block", True, "fp8_block"),
+        ("fp8_channel", True, "fp8_channel"),
+    ],
+)
 def test_down_against_float64(
-    d: int, width: int, shared: int, experts: int, topk: int, fused: bool, tmp_path: Path
+    d: int, width: int, shared: int, experts: int, topk: int, name: str, fused: bool, shared_format: str, tmp_path: Path
 ) -> None:
     """Right values, with the shared expert inside of the kernel or not, and a row's bits its own."""
-    inputs: dict[str, Any] = moe_down_inputs(85, d, width, shared, experts, topk, "nvfp4", torch.bfloat16, "cuda")
+    shared -= shared % 32 if shared_format == "mxfp8" else 0
+    inputs: dict[str, Any] = moe_down_inputs(85, d, width, shared, experts, topk, name, torch.bfloat16, "cuda")
+    if shared_format != "bf16":
+        inputs["shared_down"] = (odd_weight(d, shared, shared_format, "cuda"),)
     down, matrices = moe_down_repack(inputs["down"], inputs["shared_down"], topk, "cuda", tmp_path)
     assert isinstance(down, TiledExperts)
     assert isinstance(matrices[0], TiledShared)

@@ -20,17 +20,23 @@ from stepfloor.kernels import _experts as experts_module
 from stepfloor.kernels import moe_down as down_module
 from stepfloor.kernels import moe_gate_up as gate_up_module
 from stepfloor.kernels import moe_route as route_module
-from stepfloor.kernels._experts import SCALE_REST, decode_arguments, decode_macros, pack_experts
+from stepfloor.kernels._experts import FORMATS, SCALE_REST, decode_arguments, decode_macros, pack_experts
 from stepfloor.kernels.moe_down import (
+    SHARED_FORMATS,
     DownPlan,
+    ManyDownPlan,
     TiledShared,
     down_arguments,
     down_scratch,
     pack_shared,
     plan_down,
+    plan_for,
+    plan_many,
+    shared_macros,
 )
 from stepfloor.kernels.moe_gate_up import GateUpPlan, gate_up_arguments, plan_gate_up
 from stepfloor.kernels.moe_route import SHARED_BYTES, moe_route_reference, route_arguments, route_macros
+from tests.kernels.streamed import odd_weight, product_bound
 
 HOST = Path(__file__).parent / "host"
 COMPILER = shutil.which("g++")
@@ -46,8 +52,19 @@ DOWN = """
 extern "C" int run(const Arguments* a, const u64* bytes, int blocks, u64 shared_bytes) {
   readable = {{a->tape, bytes[0]}, {(const u8*)a->hidden, bytes[1]}, {(const u8*)a->ids, bytes[2]},
               {(const u8*)a->weights, bytes[3]}, {a->shared_tape, bytes[4]}, {(const u8*)a->shared_hidden, bytes[5]},
-              {(const u8*)a->shared_gate, bytes[6]}, {(const u8*)a->spilled, bytes[7]}};
+              {(const u8*)a->shared_gate, bytes[6]}, {(const u8*)a->spilled, bytes[7]},
+              {(const u8*)a->shared_scale, bytes[8]}};
   return run_grid(blocks, CLUSTER, THREADS, shared_bytes, [=] { moe_down_kernel(*a); });
+}
+"""
+MANY_DOWN = """
+extern "C" int run(const Arguments* a, const u64* bytes, int blocks, u64 shared_bytes) {
+  readable = {{a->tape, bytes[0]}, {(const u8*)a->hidden, bytes[1]}, {(const u8*)a->ids, bytes[2]},
+              {(const u8*)a->weights, bytes[3]}, {a->shared_tape, bytes[4]}, {(const u8*)a->shared_hidden, bytes[5]},
+              {(const u8*)a->shared_gate, bytes[6]}, {(const u8*)a->sums, bytes[7]},
+              {(const u8*)a->shared_scale, bytes[8]}};
+  const int faults = run_grid(blocks, 1, THREADS, shared_bytes, [=] { moe_down_products_kernel(*a); });
+  return faults + run_grid((ROWS * N / WIDE + 255) / 256, 1, SUM_THREADS, 0, [=] { moe_down_sum_kernel(*a); });
 }
 """
 
@@ -66,8 +83,12 @@ extern "C" int run(const Arguments* a, const u64* bytes, int blocks, u64 shared_
 """
 
 
-def experts(count: int, n: int, k: int) -> PackedWeight:
-    """Matrices with scales from subnormal to large, a zero one, and tensor scales that differ."""
+def experts(count: int, n: int, k: int, name: str = "nvfp4") -> PackedWeight:
+    """Matrices with scales from subnormal to large, a zero one, and tensor scales that differ; every code of FP8."""
+    if name != "nvfp4":
+        parts = [odd_weight(n, k, name) for _ in range(count)]
+        scales = torch.stack([torch.as_tensor(p.scale).float() * (i + 1) for i, p in enumerate(parts)])
+        return PackedWeight(name, (n, k), torch.stack([p.data for p in parts]), scales)
     make = torch.Generator().manual_seed(n + k)
     w = torch.randn(count, n, k, generator=make) / k**0.5
     w *= torch.exp2(torch.randint(-12, 1, (count, n, k // 16), generator=make)).repeat_interleave(16, -1)
@@ -83,34 +104,76 @@ def choices(rows: int, count: int, topk: int) -> Tensor:
     return torch.cat((ids, torch.ones(rows, 1, dtype=torch.int64)), 1)
 
 
+@pytest.mark.parametrize("name", list(FORMATS))
 @pytest.mark.parametrize("paired", [False, True])
-@pytest.mark.parametrize(("n", "k", "slices"), [(32, 128, 2), (48, 48, 2), (16, 640, 8), (64, 208, 2)])
-def test_packing_is_exact(n: int, k: int, slices: int, paired: bool) -> None:
-    weight = experts(9, n, k)
+@pytest.mark.parametrize(("n", "k", "slices"), [(32, 128, 2), (48, 48, 2), (16, 640, 8), (272, 208, 2)])
+def test_packing_is_exact(n: int, k: int, slices: int, paired: bool, name: str) -> None:
+    weight = experts(9, n, k, name)
     tiled = pack_experts(weight, slices, paired, Path())
     assert torch.equal(tiled.unpack().dequantize(), weight.dequantize())
     if k % (64 * slices) == 0:
-        assert tiled.num_bytes == weight.num_bytes
+        assert weight.num_bytes <= tiled.num_bytes <= (1 if name == "nvfp4" else 1.07) * weight.num_bytes
 
 
-@pytest.mark.parametrize("paired", [False, True])
-@pytest.mark.parametrize(("n", "k", "slices"), [(32, 128, 2), (48, 48, 2), (64, 208, 8)])
-def test_decoding_on_the_host(n: int, k: int, slices: int, paired: bool, tmp_path: Path) -> None:
-    """Exact: code times block scale; from the second expert on, and not a value past the last."""
-    weight = replace(experts(3, n, k), scale_2=torch.tensor([0.5, 1.0, 2.0]))  # whose products are exact
+@pytest.mark.parametrize(
+    ("n", "k", "slices", "paired", "name"),
+    [
+        *((*shape, paired, "nvfp4") for shape in ((32, 128, 2), (48, 48, 2), (64, 208, 8)) for paired in (False, True)),
+        (48, 208, 2, True, "fp8_block"),
+        (48, 208, 2, False, "fp8_channel"),
+    ],
+)
+def test_decoding_on_the_host(n: int, k: int, slices: int, paired: bool, name: str, tmp_path: Path) -> None:
+    """Exact: code times NVFP4's block scale; from the second expert on, and not a value past the last."""
+    weight = experts(3, n, k, name)
+    if name == "nvfp4":
+        weight = replace(weight, scale_2=torch.tensor([0.5, 1.0, 2.0]))  # whose products are exact
     tiled = pack_experts(weight, slices, paired, Path())
     out = torch.full((3, n, k), torch.nan, dtype=torch.bfloat16)
-    macros = decode_macros(tiled.shape, tiled.slices, tiled.steps, paired)
+    macros = decode_macros(tiled.shape, tiled.slices, tiled.steps, paired, name)
     library = build(experts_module.__file__, macros, DECODE, tmp_path)
     assert run(library, decode_arguments(tiled, 1, out[:2]), [tiled.tape[1:]], 2, 0) == 0
     assert bool(out[2].isnan().all())
+    if name != "nvfp4":
+        assert torch.equal(out[:2].float(), weight.data[1:].float())
+        return
     factor = tiled.scale[1:, None, None] * SCALE_REST
     assert torch.equal(out[:2].float() * factor, weight.dequantize()[1:])
 
 
-def test_shared_packing_is_a_permutation() -> None:
-    weight = quantize(torch.randn(32, 80), "bf16")
-    assert torch.equal(pack_shared(weight).unpack().data, weight.data)
+@pytest.mark.parametrize("name", list(SHARED_FORMATS))
+def test_shared_packing_is_a_permutation(name: str) -> None:
+    weight = odd_weight(32, 96, name)
+    tiled = pack_shared(weight)
+    assert torch.equal(tiled.unpack().dequantize(), weight.dequantize())
+    assert tiled.tape.numel() * tiled.tape.element_size() == 2 * 2 * {"bf16": 2048, "mxfp8": 1056}.get(name, 1024)
+
+
+@pytest.mark.parametrize("name", [pytest.param("fp8_channel", marks=pytest.mark.slow), "fp8_block", "mxfp8"])
+def test_the_shared_expert_in_other_formats(name: str, tmp_path: Path) -> None:
+    """Wrong scales or columns: rows end inside of blocks of 128, columns inside of blocks and of steps."""
+    n, k, shared_k, topk = 144, 64, 160, 2
+    tiled = pack_experts(experts(5, n, k), down_module.SLICES, False, tmp_path)
+    make = torch.Generator().manual_seed(1)
+    hidden = torch.zeros(20, topk, k, dtype=torch.bfloat16)  # the routed experts have tests of their own
+    ids, weights = choices(20, 5, topk), torch.rand(20, topk, generator=make).to(torch.bfloat16)
+    matrix = odd_weight(n, shared_k, name)
+    rows = torch.randn(20, shared_k, generator=make).to(torch.bfloat16)
+    gate = torch.rand(20, 1, generator=make).to(torch.bfloat16)
+    shared = rows, gate, pack_shared(matrix)
+    exact = gate.double() * (rows.double() @ matrix.dequantize().double().T)
+    # the product's own bound, times the gate; one more rounding in float32
+    bound = gate.double() * product_bound(rows, matrix) + exact.abs() * 2.0**-23
+    full: Tensor | None = None
+    for count, cluster, warps in ((20, 2, 3), (3, 4, 2)):
+        plan = replace(plan_for(tiled, shared[2], topk, count, 4), cluster=cluster, warps=warps)
+        y = run_down(plan, hidden[:count], ids[:count], weights[:count], tiled, part(shared, slice(count)), tmp_path)
+        assert bool(((y.double() - exact[:count]).abs() <= bound[:count]).all())
+        full = y if full is None else full
+        assert torch.equal(y, full[:count])
+    many = replace(plan_many(tiled, shared_k, topk, 20, shared_macros(name, shared_k)), slots=2)
+    assert full is not None
+    assert torch.equal(run_down(many, hidden, ids, weights, tiled, shared, tmp_path), full)
 
 
 @pytest.mark.parametrize(
@@ -119,8 +182,19 @@ def test_shared_packing_is_a_permutation() -> None:
 )
 def test_gate_up_on_the_host(k: int, channels: int, count: int, bits: str, tmp_path: Path) -> None:
     """Right values, a row's bits its own, and the bits of the first kernel, in which every warp had its own copies."""
-    topk = 2
     weight = experts(count, 2 * channels, k)
+    assert digest(check_gate_up(weight, ((20, 2, 3), (9, 1, 8), (4, 5, 8), (1, 2, 1)), tmp_path)) == bits
+
+
+@pytest.mark.parametrize("name", ["fp8_block", pytest.param("fp8_channel", marks=pytest.mark.slow)])
+def test_gate_up_in_fp8_on_the_host(name: str, tmp_path: Path) -> None:
+    """Scales of the wrong row, block or step: 136 channels end inside of a block, and slices begin inside of one."""
+    check_gate_up(experts(3, 272, 400, name), ((20, 2, 3), (3, 2, 2)), tmp_path)
+
+
+def check_gate_up(weight: PackedWeight, cases: tuple[tuple[int, int, int], ...], tmp_path: Path) -> Tensor:
+    """Right values and a row's bits its own in every case (rows, slots, group), the first of which has 20 rows."""
+    topk, count, k = 2, weight.data.shape[0], weight.shape[1]
     tiled = pack_experts(weight, gate_up_module.WARPS, True, tmp_path)
     x = torch.randn(20, k, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     ids = choices(20, count, topk)
@@ -132,7 +206,7 @@ def test_gate_up_on_the_host(k: int, channels: int, count: int, bits: str, tmp_p
     off, up_off = (size * k * 2.0**-24).chunk(2, -1)
     bound = exact.abs() * 2**-8 + 1.1 * off * (up.abs() + up_off) + torch.nn.functional.silu(gate).abs() * up_off + 1e-6
     full: Tensor | None = None
-    for rows, slots, group in ((20, 2, 3), (9, 1, 8), (4, 5, 8), (1, 2, 1)):
+    for rows, slots, group in cases:
         plan = plan_gate_up(tiled, topk, rows)
         plan = replace(plan, rows=32 if rows == 20 else plan.rows, slots=slots, group=group)
         y = run_gate_up(plan, x[:rows], ids[:rows], tiled, tmp_path)
@@ -143,7 +217,7 @@ def test_gate_up_on_the_host(k: int, channels: int, count: int, bits: str, tmp_p
     some = torch.tensor([13, 2, 19])  # other neighbours, other experts live
     y = run_gate_up(replace(plan_gate_up(tiled, topk, 4), slots=1), x[some], ids[some], tiled, tmp_path)
     assert torch.equal(y, full[some])
-    assert digest(full) == bits
+    return full
 
 
 @pytest.mark.parametrize(
@@ -157,8 +231,28 @@ def test_gate_up_on_the_host(k: int, channels: int, count: int, bits: str, tmp_p
 )
 def test_down_on_the_host(n: int, k: int, shared_k: int, count: int, bits: str, tmp_path: Path) -> None:
     """Right values, a row's bits its own, and the bits of the first kernel, in which two warps shared every tile."""
-    topk = 2
-    weight = experts(count, n, k)
+    cases = (
+        (20, 2, 3, 2, 8, 1),
+        (9, 4, 2, 1, 2, 2),
+        (4, 4, 3, 3, 1, 1),
+        (2, 1, 4, 1, 2, 1),
+        (1, 1, 3, 2, 1, 1),
+        (1, 2, 2, 2, 1, 2),
+    )
+    assert digest(check_down(experts(count, n, k), shared_k, cases, tmp_path)) == bits
+
+
+@pytest.mark.parametrize("name", ["fp8_block", pytest.param("fp8_channel", marks=pytest.mark.slow)])
+def test_down_in_fp8_on_the_host(name: str, tmp_path: Path) -> None:
+    """Scales of the wrong row, block or step: halves of 208 columns are padded, 144 rows end inside of a block."""
+    check_down(experts(3, 144, 208, name), 0, ((20, 2, 3, 2, 8, 1), (3, 4, 2, 1, 2, 2)), tmp_path)
+
+
+def check_down(
+    weight: PackedWeight, shared_k: int, cases: tuple[tuple[int, int, int, int, int, int], ...], tmp_path: Path
+) -> Tensor:
+    """Right values and a row's bits its own in every case (rows, cluster, warps, slots, group, sharers)."""
+    topk, count, (n, k) = 2, weight.data.shape[0], weight.shape
     tiled = pack_experts(weight, down_module.SLICES, False, tmp_path)
     make = torch.Generator().manual_seed(1)
     hidden = torch.randn(20, topk, k, generator=make).to(torch.bfloat16)
@@ -179,26 +273,24 @@ def test_down_on_the_host(n: int, k: int, shared_k: int, count: int, bits: str, 
     # one rounding to bf16, float32 sums of K + topk terms
     bound = exact.abs() * 2**-8 + size * (max(k, shared_k) + topk + 4) * 2.0**-24
     full: Tensor | None = None
-    for rows, cluster, warps, slots, group, sharers in (
-        (20, 2, 3, 2, 8, 1),
-        (9, 4, 2, 1, 2, 2),
-        (4, 4, 3, 3, 1, 1),
-        (2, 1, 4, 1, 2, 1),
-        (1, 1, 3, 2, 1, 1),
-        (1, 2, 2, 2, 1, 2),
-    ):
+    for rows, cluster, warps, slots, group, sharers in cases:
         plan = plan_down(tiled, shared_k, topk, rows, 4, cluster, warps)
         plan = replace(plan, rows=32 if rows == 20 else plan.rows, slots=slots, group=group, sharers=sharers)
         y = run_down(plan, hidden[:rows], ids[:rows], weights[:rows], tiled, part(shared, slice(rows)), tmp_path)
         assert bool(((y.double() - exact[:rows]).abs() <= bound[:rows]).all())
         full = y if full is None else full
         assert torch.equal(y, full[:rows])
+    for rows, slots, group in ((20, 2, 8), (3, 1, 2)):
+        many = replace(plan_many(tiled, shared_k, topk, rows), slots=slots, group=group)
+        y = run_down(many, hidden[:rows], ids[:rows], weights[:rows], tiled, part(shared, slice(rows)), tmp_path)
+        assert full is not None
+        assert torch.equal(y, full[:rows])
     assert full is not None
     some = torch.tensor([13, 2, 19])
     plan = replace(plan_down(tiled, shared_k, topk, 4, 4, 2, 2), slots=1)
     y = run_down(plan, hidden[some], ids[some], weights[some], tiled, part(shared, some), tmp_path)
     assert torch.equal(y, full[some])
-    assert digest(full) == bits
+    return full
 
 
 @pytest.mark.parametrize(("count", "topk", "channels"), [(64, 10, 48), (37, 32, 5), (8, 2, 300)])
@@ -244,7 +336,7 @@ def run_gate_up(plan: GateUpPlan, x: Tensor, ids: Tensor, tiled: gate_up_module.
 
 
 def run_down(
-    plan: DownPlan,
+    plan: DownPlan | ManyDownPlan,
     hidden: Tensor,
     ids: Tensor,
     weights: Tensor,
@@ -260,8 +352,14 @@ def run_down(
     read = [tiled.tape, hidden, ids, weights]
     read += [torch.empty(0)] * 3 if shared is None else [shared[2].tape, shared[0], shared[1]]
     read.append(torch.empty(0) if spilled is None else spilled)
-    library = build(down_module.__file__, plan.macros, DOWN, where)
-    assert run(library, packed, read, plan.blocks, plan.shared_bytes) == 0
+    scale = None if shared is None else shared[2].scale
+    read.append(torch.empty(0) if scale is None else scale)
+    if isinstance(plan, DownPlan):
+        library, blocks = build(down_module.__file__, plan.macros, DOWN, where), plan.blocks
+    else:
+        many = Path(down_module.__file__).with_stem("moe_down_many")
+        library, blocks = build(str(many), plan.macros, MANY_DOWN, where), 3
+    assert run(library, packed, read, blocks, plan.shared_bytes) == 0
     assert bool(out[rows:].isnan().all())
     assert bool(out[:, plan.n :].isnan().all())
     return out[:rows, : plan.n]
@@ -278,7 +376,7 @@ def build(module: str, macros: dict[str, int], entry: str, directory: Path) -> c
     """A kernel as a shared library."""
     text = Path(module).with_suffix(".cu").read_text(encoding="utf-8")
     text = re.sub(r"extern __shared__ .*? shared\[\];", "u8* shared = block_shared;", text) + entry
-    source = directory / ("_".join(str(value) for value in macros.values()) + ".cpp")
+    source = directory / (Path(module).stem + "_".join(str(value) for value in macros.values()) + ".cpp")
     source.write_text(text, encoding="utf-8")
     include = Path(module).parent / "include"
     options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", "-I", str(HOST), "-idirafter", str(include)]

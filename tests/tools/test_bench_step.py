@@ -18,7 +18,7 @@ def plan(**changes: object) -> Plan:
     return Plan(**{**base, "device": "cpu", "prefill_tokens": 16, **changes})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("mix", ["a", "c"])
+@pytest.mark.parametrize("mix", ["a", "c", "fp8"])
 def test_a_cell_is_what_it_says(tmp_path: Path, mix: str, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint = random_checkpoint(ModelConfig.read(tiny_config(tmp_path)), MIXES[mix])
     run_and_report(checkpoint, plan(format=mix), True, "abc", tmp_path / "line.json")

@@ -124,7 +124,8 @@ def stacks(weight: PackedWeight | TiledExperts) -> Iterator[tuple[int, Stack]]:
     for first in range(0, count, EXPERTS_AT_ONCE):
         some = held[: min(EXPERTS_AT_ONCE, count - first)]
         factor = decode_experts(weight, first, some)
-        yield first, Stack(weight.shape, some.shape[0], "plain", "expert", some, None, factor)
+        _, scaling = _SCALINGS[weight.format]
+        yield first, Stack(weight.shape, some.shape[0], "plain", scaling, some, None, factor)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

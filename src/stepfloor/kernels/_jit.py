@@ -9,6 +9,7 @@ import ctypes
 import hashlib
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -55,16 +56,17 @@ def missing_for_cuda() -> str | None:
     return None
 
 
-def compile_cuda(source: str, defines: Mapping[str, int], arch: str, cache_dir: Path) -> bytes:
+def compile_cuda(source: str, defines: Mapping[str, int | str], arch: str, cache_dir: Path) -> bytes:
     """The cubin of one `.cu` of this room, from the cache where it was compiled before.
 
-    source   file name beside this file; `include/*.cuh` is what it may include
+    source   file name beside this file; it may include `include/*.cuh`, and another `.cu`
     defines  macros that specialise it
     arch     e.g. `sm_90a`
     Raises RuntimeError with the compiler's log.
     """
     text = (_HERE / source).read_bytes()
     headers = {path.name: path.read_bytes() for path in sorted((_HERE / "include").glob("*.cuh"))}
+    headers |= {name: (_HERE / name).read_bytes() for name in re.findall(r'#include "(\w+\.cu)"', text.decode())}
     options = [f"--gpu-architecture={arch}", "-std=c++17", *(f"-D{name}={value}" for name, value in defines.items())]
     stem = source.removesuffix(".cu")
     key = hashlib.sha256()

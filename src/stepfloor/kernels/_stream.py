@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stepfloor.formats.codec import PackedWeight, stack_rows
-from stepfloor.kernels._experts import FP4_BITS_AT, scale_bytes
+from stepfloor.kernels._experts import fp4_codes, fp4_words, fp8_lanes, fp8_values, scale_bytes, scale_values
 from stepfloor.kernels._jit import Launch, compile_cuda, device_arch
 
 WARPS = 8
@@ -27,7 +27,7 @@ SHARED_LIMIT = 227 * 1024
 SHARED_LIMIT_OF_TWO = 113 * 1024
 ROW_CAPACITIES = (1, 2, 4, 8, 16, 32, 48, 64, 80)  # rows for which hc_down and hc_mix are compiled
 
-_MX_BIAS = 120  # what decoding an E4M3 code by moving bits is short of, as a power of two
+MX_BIAS = 120  # what decoding an E4M3 code by moving bits is short of, as a power of two
 # Stored exponents of MXFP8 whose products with every code are normal bf16 numbers: scales of 2**-117 to 2**7.
 _MX_RANGE = (10, 134)
 _FP4_REST = 128.0  # SCALE_REST of include/experts.cuh
@@ -214,7 +214,7 @@ def why_not_streamed(weight: PackedWeight) -> str | None:
         if any(bool((part & 127 == 127).any()) for part in parts):
             return "an FP8 code is not a number"
     if weight.format == "mxfp8":
-        low, high = (int(bound) for bound in torch.aminmax(_mx_exponents(weight)))
+        low, high = (int(bound) for bound in torch.aminmax(mx_exponents(weight)))
         if low < _MX_RANGE[0] or high > _MX_RANGE[1]:
             return f"an MXFP8 scale is not within 2**{_MX_RANGE[0] - 127} to 2**{_MX_RANGE[1] - 127}"
     if weight.format == "nvfp4" and weight.scale is not None and not bool((weight.scale.float() >= 0).all()):
@@ -284,9 +284,9 @@ def _recode(weight: PackedWeight, plan: StreamPlan) -> tuple[Tensor, Tensor | No
             scales[rows] = F.pad(scale_bytes(held), (0, (p.padded_k - k) // 16)).view(-1, units, coding.scales)
         else:
             values = F.pad(data[rows].view(torch.uint8), (0, p.padded_k - k))
-            codes[rows] = _fp8_lanes(values).view(-1, units, coding.codes)
+            codes[rows] = fp8_lanes(values).view(-1, units, coding.codes)
     if weight.format == "mxfp8":
-        stored = (_mx_exponents(weight) + _MX_BIAS).to(torch.uint8)
+        stored = (mx_exponents(weight) + MX_BIAS).to(torch.uint8)
         scales = F.pad(stored, (0, units - stored.shape[1])).unsqueeze(-1)
     return codes, scales if coding.scales else None
 
@@ -300,17 +300,16 @@ def _as_stored(codes: Tensor, inner: Tensor, plan: StreamPlan, scales: Tensor | 
     if name == "nvfp4":
         values = _fp4_values(codes)[:, :k]
         held = inner.flatten(1)[:, : k // 16].to(torch.int32)
-        scale = torch.where(held == 0, 0.0, torch.ldexp(1 + (held & 7) / 8, (held >> 3) - 10))
         scale_2 = None if scales is None else scales[0] / _FP4_REST
         data = values[:, 0::2] | values[:, 1::2] << 4
-        return PackedWeight(name, (n, k), data, scale.to(torch.float8_e4m3fn), scale_2)
-    data = _fp8_values(codes)[:, :k].contiguous().view(torch.float8_e4m3fn)
+        return PackedWeight(name, (n, k), data, scale_values(held).to(torch.float8_e4m3fn), scale_2)
+    data = fp8_values(codes)[:, :k].contiguous().view(torch.float8_e4m3fn)
     if name == "mxfp8":
-        return PackedWeight(name, (n, k), data, inner.flatten(1)[:, : k // 32] - _MX_BIAS)
+        return PackedWeight(name, (n, k), data, inner.flatten(1)[:, : k // 32] - MX_BIAS)
     return PackedWeight(name, (n, k), data, scales[:1] if name == "fp8_tensor" and scales is not None else scales)
 
 
-def _mx_exponents(weight: PackedWeight) -> Tensor:
+def mx_exponents(weight: PackedWeight) -> Tensor:
     """Stored exponents [N, K / 32], int32; 127, a scale of one, where all codes of the 32 are zero."""
     if weight.scale is None:
         raise ValueError("an mxfp8 matrix without scales")
@@ -320,43 +319,16 @@ def _mx_exponents(weight: PackedWeight) -> Tensor:
     return weight.scale.to(torch.int32).masked_fill(dead, 127)
 
 
-def _fp8_lanes(codes: Tensor) -> Tensor:
-    """E4M3 codes [N, C] with the bits of each four where decode_four of include/formats.cuh looks for them."""
-    four = codes.unflatten(-1, (-1, 2, 2))  # [N, C / 4, pair, odd]
-    first, second = four[:, :, 0], four[:, :, 1]
-    low = (first & 15) << 4 | second & 15
-    high = first & 0x80 | first >> 4 & 7 | second >> 4 & 8 | second & 0x70
-    return torch.stack((low, high), -1).flatten(1)
-
-
-def _fp8_values(lanes: Tensor) -> Tensor:
-    """The inverse of _fp8_lanes."""
-    low, high = lanes.unflatten(-1, (-1, 2, 2)).unbind(-1)  # [N, C / 4, odd]
-    first = high & 0x80 | (high & 7) << 4 | low >> 4
-    second = (high & 8) << 4 | high & 0x70 | low & 15
-    return torch.stack((first, second), -2).flatten(1)
-
-
 def _fp4_lanes(codes: Tensor) -> Tensor:
     """FP4 codes [N, C] to the words of decode_eight, each lane's two steps side by side: uint8 [N, C / 2]."""
-    cut = codes.to(torch.int32).unflatten(-1, (-1, 2, 4, 4, 2))  # [N, unit, step, t, pair, odd]
-    words = torch.zeros(cut.shape[:-2], dtype=torch.int32, device=codes.device)
-    for pair, places in enumerate(FP4_BITS_AT):
-        for odd, bits in enumerate(places):
-            for rank, at in enumerate(bits):
-                words |= (cut[..., pair, odd] >> (3 - rank) & 1) << at
-    return words.transpose(-1, -2).contiguous().flatten(1).view(torch.uint8)
+    cut = codes.to(torch.int32).unflatten(-1, (-1, 2, 4, 8))  # [N, unit, step, t, 8]
+    return fp4_words(cut.transpose(2, 3).flatten(-2)).flatten(1).view(torch.uint8)
 
 
 def _fp4_values(lanes: Tensor) -> Tensor:
     """The inverse of _fp4_lanes, uint8 [N, C]."""
-    words = lanes.view(torch.int32).unflatten(-1, (-1, 4, 2)).transpose(-1, -2)  # [N, unit, step, t]
-    codes = torch.zeros((*words.shape, 8), dtype=torch.uint8, device=lanes.device)
-    for pair, places in enumerate(FP4_BITS_AT):
-        for odd, bits in enumerate(places):
-            for rank, at in enumerate(bits):
-                codes[..., 2 * pair + odd] |= ((words >> at & 1) << (3 - rank)).to(torch.uint8)
-    return codes.flatten(1)
+    codes = fp4_codes(lanes.view(torch.int32).unflatten(-1, (-1, 4, 2)))  # [N, unit, t, 16]
+    return codes.unflatten(-1, (2, 8)).transpose(2, 3).flatten(1).to(torch.uint8)
 
 
 # ---------------------------------------------------------------------- the matrix for the library

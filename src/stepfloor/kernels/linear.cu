@@ -30,6 +30,15 @@
 // TOGETHER        passes that a warp of the spread kernel takes at a time
 // CLUSTERS        of the spread kernel; BUFFERS  of its sums
 // PER_SM          blocks that fit on a multiprocessor together, so that the next kernel can start early
+// FIRST_BLOCK     one of two matrices in linear_pair.cu: the first block of the grid that has its rows; from row GAP_AT on
+//                 they have their columns GAP further. Its ring form alone knows these three
+
+#ifndef FIRST_BLOCK
+#define ALONE
+#define FIRST_BLOCK 0
+#define GAP_AT 0
+#define GAP 0
+#endif
 
 constexpr int WARPS = 8;
 constexpr int THREADS = WARPS * 32;
@@ -108,6 +117,8 @@ constexpr int SCALES = ROW_SCALES ? N : (N + 127) / 128 * BLOCK_COLUMNS;
 static_assert(TILES == 1 || PASSES == 1, "several tiles of x rows need all weight rows in the accumulators");
 static_assert(REDUCE_PASSES == 1 || PASS_ROWS % 8 == 0, "plan");
 
+DEVICE int column_of(int row) { return row < GAP_AT ? row : row + GAP; }
+
 // The pieces of one warp, in order, through SLOTS slots of shared memory. Its lane 0 copies; each slot has a barrier.
 struct Ring {
   const u8* tape;
@@ -172,15 +183,15 @@ DEVICE void reduce(const Output& o, const float* sums, int tile, int first, int 
       if (SPLIT > 1)
         o.partial[x_row * BLOCK_ROWS + block_row] = value;
       else
-        o.out[x_row * o.stride + row] = to_bf16(ROW_SCALES ? value * o.scales[block_row] : value);
+        o.out[x_row * o.stride + column_of(row)] = to_bf16(ROW_SCALES ? value * o.scales[block_row] : value);
     }
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) linear_kernel(const __grid_constant__ Arguments a) {
+DEVICE void linear_block(const Arguments& a) {
   extern __shared__ __align__(128) u8 shared[];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int group = blockIdx.x / SPLIT, part = blockIdx.x % SPLIT, slice = warp % SLICES;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, place = blockIdx.x - FIRST_BLOCK;
+  const int group = place / SPLIT, part = place % SPLIT, slice = warp % SLICES;
   float* sums = (float*)(shared + RING_BYTES);
   float* partial = sums + REDUCE_BUFFERS * REDUCE_FLOATS;
   float* scales = partial + (SPLIT > 1 ? TILES * TILE_ROWS * BLOCK_ROWS : 0);
@@ -189,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) linear_kernel(cons
   Ring ring{a.tape,
             shared_address(shared) + warp * SLOTS * PIECE_BYTES,
             shared_address(barriers) + warp * SLOTS * 8,
-            blockIdx.x * WARPS + warp,
+            place * WARPS + warp,
             0,
             0,
             0,
@@ -297,11 +308,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) linear_kernel(cons
       float value = 0.f;
 #pragma unroll
       for (int peer = 0; peer < SPLIT; peer++) value += load_peer(shared_address(partial + e), peer);
-      if (row < N) a.out[e / BLOCK_ROWS * a.out_stride + row] = to_bf16(ROW_SCALES ? value * scales[e % BLOCK_ROWS] : value);
+      if (row < N) a.out[e / BLOCK_ROWS * a.out_stride + column_of(row)] = to_bf16(ROW_SCALES ? value * scales[e % BLOCK_ROWS] : value);
     }
     cluster_sync();  // a block that ends takes its shared memory with it
   }
 }
+
+#ifdef ALONE
+extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) linear_kernel(const __grid_constant__ Arguments a) { linear_block(a); }
+#endif
 
 #elif FORM == 1
 // ------------------------------------------------------------------ group: warpgroups share the rows

@@ -7,6 +7,8 @@ stay as many. How a value is summed depends on N, K and the format alone, never 
 `split * slices` equal slices, summed in 32-column steps, and the slices are added in order. Codes are exact in bf16;
 float32 scales multiply sums, so up to MAX_ROWS rows differ from the reference by the order of sums only. More rows
 (prefill) go through the library with each weight rounded once to bf16.
+
+Matrices of two formats that share an input, as an FP8 release has them, are one launch too (`linear_join`).
 """
 
 import logging
@@ -19,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from stepfloor.formats.codec import PackedWeight, quantize
+from stepfloor.formats.codec import PackedWeight, quantize, stack_rows
 from stepfloor.kernels._jit import Launch, compile_cuda, default_cache_dir, device_arch, missing_for_cuda, runs_triton
 from stepfloor.kernels._product import packed_product
 from stepfloor.kernels._stream import (
@@ -35,6 +37,7 @@ from stepfloor.kernels._stream import (
     outer_scales,
     pack_tape,
     say_once,
+    shared_limit,
     unpack_tape,
     why_not_streamed,
 )
@@ -103,12 +106,53 @@ class StreamedWeight:
         return self.unpack().dequantize().to(torch.bfloat16)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StreamedPair:
+    """Two matrices of different formats that share an input, for `linear_pair.cu`. Make it with `linear_join`.
+
+    first   its columns of the output lie together; before  rows of `second` whose columns precede them
+    """
+
+    first: StreamedWeight
+    second: StreamedWeight
+    before: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Logical (N, K) of both."""
+        return self.first.shape[0] + self.second.shape[0], self.first.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the device."""
+        return self.first.num_bytes + self.second.num_bytes
+
+    @property
+    def plans(self) -> "PairPlan":
+        """How both are cut."""
+        return PairPlan(self.first.plan, self.second.plan, self.before)
+
+
+@dataclass(frozen=True, slots=True)
+class PairPlan:
+    """What `linear_pair.cu` is specialised for."""
+
+    first: StreamPlan
+    second: StreamPlan
+    before: int
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the grid."""
+        return self.first.blocks + self.second.blocks
+
+
 def linear_reference(x: Tensor, weights: Sequence[PackedWeight]) -> Tensor:
     """float32 products of the dequantized weights, rounded once to the dtype of x."""
     return product(x, weights)
 
 
-def linear(x: Tensor, weights: Sequence[PackedWeight | StreamedWeight]) -> Tensor:
+def linear(x: Tensor, weights: Sequence[PackedWeight | StreamedWeight | StreamedPair]) -> Tensor:
     """Project rows through one or more matrices that share their input.
 
     x        [T, K]
@@ -120,21 +164,46 @@ def linear(x: Tensor, weights: Sequence[PackedWeight | StreamedWeight]) -> Tenso
             f"linear wants x [T, K] and weights [N, K]; got {tuple(x.shape)}, {[w.shape for w in weights]}"
         )
     plain = packed_product if runs_triton(x) else linear_reference
-    if not any(isinstance(w, StreamedWeight) for w in weights):
-        return plain(x, [w for w in weights if isinstance(w, PackedWeight)])
+    stored = [w for w in weights if isinstance(w, PackedWeight)]
+    if len(stored) == len(weights):
+        return plain(x, stored)
     rows = x.reshape(-1, x.shape[-1])
     out = x.new_empty((rows.shape[0], sum(w.shape[0] for w in weights)))
     for w, columns in zip(weights, out.split([w.shape[0] for w in weights], 1), strict=True):
-        if not isinstance(w, StreamedWeight):
+        if isinstance(w, PackedWeight):
             columns.copy_(plain(rows, (w,)))
-        elif x.dtype != torch.bfloat16 or not x.is_cuda:
-            columns.copy_(linear_reference(rows, (w.unpack(),)))
-        elif rows.shape[0] > MAX_ROWS:
-            # prefill: the library multiplies, the copy of the matrix is a small part of so many rows
-            torch.mm(rows, w.dense().T, out=columns)
-        elif rows.shape[0] > 0:
-            stream_product(rows, w, columns)
+        elif isinstance(w, StreamedWeight):
+            _multiply(rows, w, columns)
+        else:
+            _multiply_pair(rows, w, columns)
     return out.reshape(*x.shape[:-1], out.shape[1])
+
+
+def _multiply(rows: Tensor, weight: StreamedWeight, out: Tensor) -> None:
+    if rows.dtype != torch.bfloat16 or not rows.is_cuda:
+        out.copy_(linear_reference(rows, (weight.unpack(),)))
+    elif rows.shape[0] > MAX_ROWS:
+        # prefill: the library multiplies, the copy of the matrix is a small part of so many rows
+        torch.mm(rows, weight.dense().T, out=out)
+    elif rows.shape[0] > 0:
+        stream_product(rows, weight, out)
+
+
+def _multiply_pair(rows: Tensor, pair: StreamedPair, out: Tensor) -> None:
+    before, end = pair.before, pair.before + pair.first.shape[0]
+    streamed = rows.dtype == torch.bfloat16 and rows.is_cuda and 0 < rows.shape[0] <= MAX_ROWS
+    if streamed and (before or pair_variant(pair.plans, rows.shape[0]).max_rows >= rows.shape[0]):
+        pair_product(rows, pair, out)
+        return
+    # many rows of a large matrix have forms that the pair has not
+    _multiply(rows, pair.first, out[:, before:end])
+    if before == 0:
+        _multiply(rows, pair.second, out[:, end:])
+    else:
+        apart = rows.new_empty((rows.shape[0], pair.second.shape[0]))
+        _multiply(rows, pair.second, apart)
+        out[:, :before].copy_(apart[:, :before])
+        out[:, end:].copy_(apart[:, before:])
 
 
 def linear_repack(
@@ -147,9 +216,7 @@ def linear_repack(
     Returns a StreamedWeight, its decode kernels compiled, or the weight unchanged on the device; why is logged once
     for all weights with the same reason.
     """
-    target = torch.device(device)
-    if target.type == "cuda" and target.index is None:
-        target = torch.device("cuda", torch.cuda.current_device())
+    target = _indexed(device)
     weight = weight.to(target)
     reason = _why_not_streamed(weight, target)
     if reason is not None:
@@ -157,14 +224,106 @@ def linear_repack(
         return weight
     count = torch.cuda.get_device_properties(target).multi_processor_count
     plan = plan_stream(*weight.shape, count, format_name=weight.format)
-    streamed = StreamedWeight(plan, pack_tape(weight, plan), cache_dir or default_cache_dir(), outer_scales(weight))
-    dense_launch(plan, (1, plan.n, plan.n), target, streamed.cache_dir)
-    for rows in (8, *range(16, min(max_rows, MAX_ROWS) + 16, 16)):
-        variant = choose_variant(plan, rows, has_warpgroups(target))
-        launch_for(plan, fit_variant(plan, variant, target, streamed.cache_dir), target, streamed.cache_dir)
+    streamed = _streamed(weight, plan, cache_dir or default_cache_dir())
+    _load_kernels(streamed, max_rows)
     # kernels request weights before they wait for their predecessor, which the repacking must not be
     torch.cuda.synchronize(target)
     return streamed
+
+
+def linear_join(
+    weights: Sequence[PackedWeight], device: str | torch.device, cache_dir: Path | None = None, max_rows: int = 16
+) -> tuple[PackedWeight | StreamedWeight | StreamedPair, ...]:
+    """The same for matrices that share an input: two formats become one launch where `linear_pair.cu` takes them.
+
+    weights  in the order of their columns; what can be stacked with its neighbour is (see `linear_repack`)
+    """
+    target = _indexed(device)
+    if 1 < len(weights) <= 3 and target.type == "cuda":
+        held = [w.to(target) for w in weights]
+        pair = _pair_of(held, target, cache_dir or default_cache_dir())
+        if pair is not None:
+            for rows in (8, *range(16, min(max_rows, MAX_ROWS) + 16, 16)):
+                pair_launch(pair.plans, pair_variant(pair.plans, rows), target, pair.first.cache_dir)
+            for streamed in (pair.first, pair.second):
+                _load_kernels(streamed, max_rows)
+            torch.cuda.synchronize(target)
+            return (pair,)
+    return tuple(linear_repack(w, target, cache_dir, max_rows) for w in weights)
+
+
+def _indexed(device: str | torch.device) -> torch.device:
+    target = torch.device(device)
+    if target.type == "cuda" and target.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return target
+
+
+def _streamed(weight: PackedWeight, plan: StreamPlan, cache_dir: Path) -> StreamedWeight:
+    return StreamedWeight(plan, pack_tape(weight, plan), cache_dir, outer_scales(weight))
+
+
+def _load_kernels(weight: StreamedWeight, max_rows: int) -> None:
+    plan, device = weight.plan, weight.tape.device
+    dense_launch(plan, (1, plan.n, plan.n), device, weight.cache_dir)
+    for rows in (8, *range(16, min(max_rows, MAX_ROWS) + 16, 16)):
+        variant = choose_variant(plan, rows, has_warpgroups(device))
+        launch_for(plan, fit_variant(plan, variant, device, weight.cache_dir), device, weight.cache_dir)
+
+
+def _pair_of(weights: Sequence[PackedWeight], device: torch.device, cache_dir: Path) -> StreamedPair | None:
+    """The matrices as a pair on their device, or None where they cannot be one."""
+    if any(_why_not_streamed(w, device) is not None for w in weights):
+        return None
+    found = pair_parts(weights)
+    if found is None:
+        return None
+    first, second, before = found
+    count = torch.cuda.get_device_properties(device).multi_processor_count
+    (n, k), rest = first.shape, second.shape[0]
+    plans = plan_pair(n, rest, k, before, count, first.format, second.format)
+    if plans is None:
+        return None
+    if max(pair_bytes(plans, pair_variant(plans, rows)) for rows in (8, 16, MAX_ROWS)) > shared_limit(device):
+        return None
+    return StreamedPair(_streamed(first, plans.first, cache_dir), _streamed(second, plans.second, cache_dir), before)
+
+
+def pair_parts(weights: Sequence[PackedWeight]) -> tuple[PackedWeight, PackedWeight, int] | None:
+    """What lies together, the rest, and how many rows of the rest come before; None where that is not two matrices."""
+    if len(weights) == 2:
+        first, second = weights
+        small = first.num_bytes < second.num_bytes
+        return (second, first, first.shape[0]) if small else (first, second, 0)
+    try:
+        above, middle, below = weights
+        return middle, stack_rows((above, below)), above.shape[0]
+    except ValueError:
+        return None
+
+
+@cache
+def plan_pair(
+    n: int, rest: int, k: int, before: int, multiprocessors: int, format_name: str, format_of_rest: str
+) -> PairPlan | None:
+    """The plans of matrices [n, k] and [rest, k]: one wave of blocks, the largest share as small as it can be.
+
+    The second has all its rows in the accumulators of few blocks. None where one has to be split over a cluster.
+    """
+    best: PairPlan | None = None
+    for blocks in range(1, multiprocessors):
+        second = plan_stream(rest, k, blocks, format_name=format_of_rest)
+        first = plan_stream(n, k, multiprocessors - second.blocks, format_name=format_name)
+        if first.split > 1 or second.split > 1 or second.passes > 1:
+            continue
+        plans = PairPlan(first, second, before)
+        if best is None or _share(plans) < _share(best):
+            best = plans
+    return best
+
+
+def _share(plans: PairPlan) -> float:
+    return max(plan.tape_bytes / plan.blocks for plan in (plans.first, plans.second))
 
 
 def plan_stream(
@@ -227,6 +386,15 @@ def choose_variant(plan: StreamPlan, rows: int, warpgroups: bool = True) -> Vari
         return spread
     # scaled sums of several tiles would not fit in registers beside the others
     return Variant(tiles, True) if plan.passes == 1 and plan.format != "fp8_block" else Variant(1, True)
+
+
+def pair_variant(plans: PairPlan, rows: int) -> Variant:
+    """The kernel of a pair for this many rows; where it takes fewer at once, they go in turns."""
+    if rows <= 8:
+        return Variant(1, False)
+    tiles = min(-(-rows // 16), MAX_ROWS // 16)
+    whole = all(p.passes == 1 and p.format != "fp8_block" for p in (plans.first, plans.second))
+    return Variant(tiles if whole else 1, True)
 
 
 def has_warpgroups(device: torch.device) -> bool:
@@ -302,11 +470,15 @@ def spread_bytes(plan: StreamPlan, variant: Variant) -> int:
     return x + ring + 512 + variant.buffers * variant.tiles * 16 * pitch * 4
 
 
+def _aligned(x: Tensor) -> Tensor:
+    """x itself or a copy: rows are read 16 bytes at a time."""
+    return x.contiguous() if x.stride(-1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16 else x
+
+
 def stream_product(x: Tensor, weight: StreamedWeight, out: Tensor, variant: Variant | None = None) -> None:
     """Queue x [T, K] times a streamed matrix into out [T, N], both bf16 on the weight's device, rows contiguous."""
     plan = weight.plan
-    if x.stride(-1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
-        x = x.contiguous()  # rows are read 16 bytes at a time
+    x = _aligned(x)
     if variant is None:
         variant = choose_variant(plan, x.shape[0], has_warpgroups(x.device))
     chosen = fit_variant(plan, variant, x.device, weight.cache_dir)
@@ -320,6 +492,49 @@ def pack_arguments(tape: Tensor, x: Tensor, out: Tensor, scales: Tensor | None =
     """struct Arguments of `linear.cu`."""
     addresses = (tape.data_ptr(), 0 if scales is None else scales.data_ptr(), x.data_ptr(), out.data_ptr())
     return struct.pack("4Pqqi4x", *addresses, x.stride(0), out.stride(0), x.shape[0])
+
+
+def pair_product(x: Tensor, pair: StreamedPair, out: Tensor, variant: Variant | None = None) -> None:
+    """Queue x [T, K] times both matrices into out [T, N], as stream_product does for one."""
+    x = _aligned(x)
+    chosen = variant or pair_variant(pair.plans, x.shape[0])
+    launch = pair_launch(pair.plans, chosen, x.device, pair.first.cache_dir)
+    for first in range(0, x.shape[0], chosen.max_rows):
+        launch(pair_arguments(pair, x[first : first + chosen.max_rows], out[first:]))
+
+
+def pair_arguments(pair: StreamedPair, x: Tensor, out: Tensor) -> bytes:
+    """struct Arguments of `linear_pair.cu`."""
+    first, second = pair.first, pair.second
+    return pack_arguments(first.tape, x, out[:, pair.before :], first.scales) + pack_arguments(
+        second.tape, x, out, second.scales
+    )
+
+
+@cache
+def pair_launch(plans: PairPlan, variant: Variant, device: torch.device, cache_dir: Path) -> Launch:
+    """The compiled kernel, once a process."""
+    cubin = compile_cuda("linear_pair.cu", pair_macros(plans, variant), device_arch(device), cache_dir)
+    shared = pair_bytes(plans, variant)
+    return Launch(cubin, "linear_pair_kernel", device, plans.blocks, WARPS * 32, shared)
+
+
+def pair_macros(plans: PairPlan, variant: Variant) -> dict[str, int | str]:
+    """The macros that specialise `linear_pair.cu`: those of `linear.cu`, one for each matrix."""
+    first, second = (
+        kernel_macros(plan, variant) | {"FIRST_BLOCK": block, "GAP_AT": at, "GAP": gap}
+        for plan, block, at, gap in (
+            (plans.first, 0, 0, 0),
+            (plans.second, plans.first.blocks, plans.before, plans.first.n),
+        )
+    )
+    macros: dict[str, int | str] = {name: f"PICK({value},{second[name]})" for name, value in first.items()}
+    return macros | {"PER_SM": min(first["PER_SM"], second["PER_SM"])}
+
+
+def pair_bytes(plans: PairPlan, variant: Variant) -> int:
+    """Dynamic shared memory of a block of `linear_pair.cu`."""
+    return max(shared_bytes(plans.first, variant), shared_bytes(plans.second, variant))
 
 
 @cache

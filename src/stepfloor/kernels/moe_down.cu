@@ -1,5 +1,5 @@
-// y = sum over a row's choices of w (h D_e^T) + shared gate * (shared hidden D_s^T), NVFP4 experts, bf16 shared expert.
-// Source: moe_down.py, which states the plan that the macros below repeat; include/experts.cuh for the format.
+// y = sum over a row's choices of w (h D_e^T) + shared gate * (shared hidden D_s^T), experts in NVFP4 or FP8, the shared expert in bf16 or FP8.
+// Source: moe_down.py, which states the plan that the macros below repeat; include/expert_sums.cuh for the formats.
 //
 // A cluster owns up to TILES of 16 output rows. Its warps take (entry of the expert list, tile) in turn, with no barrier in
 // between, each warp both halves of the columns or a pair of warps one half each: a piece of weights and the rows of h it
@@ -12,10 +12,11 @@
 // moe_gate_up.cu, which lets its successor start after its own wait, and after any kernel that never does so early.
 
 #include "stream.cuh"
-#include "experts.cuh"
+#include "expert_sums.cuh"
+#include "shared_expert.cuh"
 
-// N, K            output rows; columns. SHARED_K  columns of the shared expert, 0 without one
-// EXPERTS, TOPK   experts; choices of a row
+// N, K            output rows; columns. SHARED_K  columns of the shared expert, 0 without one: see shared_expert.cuh
+// EXPERTS, TOPK   experts; choices of a row. EXPERT_FORMAT  of their weights, see expert_sums.cuh
 // STEPS           64-column steps of half of the columns
 // SHARERS         warps that share a tile: 1, or 2 with half of the columns each
 // CLUSTER         blocks that share tiles. CLUSTERS  of the grid, which share all tiles as evenly as they can
@@ -26,12 +27,11 @@
 
 constexpr int THREADS = WARPS * 32;
 constexpr int HALVES = 2 / SHARERS;  // of a warp
-constexpr int HALF_BYTES = STEPS * 576;
+constexpr int HALF_BYTES = piece_bytes(STEPS);
 constexpr int PIECE_BYTES = HALVES * HALF_BYTES;
 constexpr int ROW_PITCH = HALVES * STEPS * 128 + 64;  // 4 modulo 8 units of 16 bytes: no bank conflict
 constexpr int SLOT_BYTES = PIECE_BYTES + GROUP * ROW_PITCH;
 constexpr int PAIRS = ROWS * TOPK;
-constexpr int SHARED_STEPS = (SHARED_K + 63) / 64;
 constexpr int SHARED_LINE = SHARERS * PAIRS;
 constexpr int LINES = SHARED_LINE + SHARED_STEPS * ROWS;  // of 16 sums
 constexpr int TILES = (N / 16 + CLUSTERS - 1) / CLUSTERS;  // of a cluster at most
@@ -64,8 +64,9 @@ struct Arguments {
   const u16* hidden;  // [pair][K]
   const long long* ids;
   const u16* weights;  // of each pair
-  const float* scale;  // of each expert
+  const float* scale;  // of each expert in NVFP4
   const u8* shared_tape;
+  const float* shared_scale;
   const u16* shared_hidden;
   const u16* shared_gate;
   float* spilled;  // [LINES][N]
@@ -122,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) moe_down_kernel(co
   launch_dependents();
 
   for (int p = threadIdx.x; p < a.rows * TOPK; p += THREADS)
-    factor[p] = from_bf16(load_half(a.weights + p)) * (SCALE_REST * a.scale[list.chosen[p]]);
+    factor[p] = from_bf16(load_half(a.weights + p)) * (EXPERT_SCALES ? SCALE_REST * a.scale[list.chosen[p]] : 1.f);
   cluster_sync();  // the other blocks have started
   if (SPILL) wait_for_predecessor();  // which may still use that memory
   // where a tile's sums are added up: line 0, this lane's first row
@@ -144,23 +145,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) moe_down_kernel(co
 #pragma unroll 1
     for (int job = worker; job < tiles * SHARED_STEPS; job += CLUSTER * WARPS) {
       const int tile = job / SHARED_STEPS, step = job % SHARED_STEPS;
-      const u8* from = a.shared_tape + ((u64)(first_tile + tile) * SHARED_STEPS + step) * 2048 + lane * 16;
-      const Words top_0 = load_global(from), top_1 = load_global(from + 512);
-      const Words bottom_0 = load_global(from + 1024), bottom_1 = load_global(from + 1536);
+      const SharedWeights w = load_shared_weights(a.shared_tape + ((u64)(first_tile + tile) * SHARED_STEPS + step) * SHARED_BYTES, lane);
+      const int row = (first_tile + tile) * 16 + g;
+      const float above = shared_scale(a.shared_scale, row, step), below = shared_scale(a.shared_scale, row + 8, step);
 #pragma unroll 1
       for (int first = 0; first < a.rows; first += 8) {
         const u16* row = a.shared_hidden + min(first + g, a.rows - 1) * a.shared_stride;
         const Words x_0 = load_columns<SHARED_K>(row, step * 64 + t * 8), x_1 = load_columns<SHARED_K>(row, step * 64 + 32 + t * 8);
         float even[4] = {0.f, 0.f, 0.f, 0.f}, odd[4] = {0.f, 0.f, 0.f, 0.f};
-        matrix_step(even, top_0.x, bottom_0.x, top_0.y, bottom_0.y, x_0.x, x_0.y);
-        matrix_step(odd, top_0.z, bottom_0.z, top_0.w, bottom_0.w, x_0.z, x_0.w);
-        matrix_step(even, top_1.x, bottom_1.x, top_1.y, bottom_1.y, x_1.x, x_1.y);
-        matrix_step(odd, top_1.z, bottom_1.z, top_1.w, bottom_1.w, x_1.z, x_1.w);
+        matrix_step(even, w.top[0].x, w.bottom[0].x, w.top[0].y, w.bottom[0].y, x_0.x, x_0.y);
+        matrix_step(odd, w.top[0].z, w.bottom[0].z, w.top[0].w, w.bottom[0].w, x_0.z, x_0.w);
+        matrix_step(even, w.top[1].x, w.bottom[1].x, w.top[1].y, w.bottom[1].y, x_1.x, x_1.y);
+        matrix_step(odd, w.top[1].z, w.bottom[1].z, w.top[1].w, w.bottom[1].w, x_1.z, x_1.w);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
           const int m = first + 2 * t + i;
           if (m >= a.rows) continue;
-          put(place(tile), SHARED_LINE + step * ROWS + m, even[i] + odd[i], even[2 + i] + odd[2 + i]);
+          put(place(tile), SHARED_LINE + step * ROWS + m, (even[i] + odd[i]) * above, (even[2 + i] + odd[2 + i]) * below);
         }
       }
     }
@@ -174,27 +175,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) moe_down_kernel(co
   __syncwarp();
 
   // columns that no pair fills hold what was there before: they spoil sums that nobody stores
-  const u32 codes_at = kept(ring + lane * 16), scales_at = kept(ring + STEPS * 512 + lane / 2 * 4);
+  const u32 codes_at = kept(ring + codes_in_piece(lane)), scales_at = kept(ring + scales_in_piece(STEPS, lane));
   const u32 row_at = kept(ring + PIECE_BYTES + min(g, GROUP - 1) * ROW_PITCH + t * 16);
   int slot = 0, parity = 0;
 #pragma unroll 1
   for (; unit.entry < entries; unit.advance(), asked.advance()) {
     const int live = List::count_of(list.entries[unit.entry]);
-    float even[HALVES][4], odd[HALVES][4];
-#pragma unroll
-    for (int h = 0; h < HALVES; h++)
-      for (int i = 0; i < 4; i++) even[h][i] = odd[h][i] = 0.f;
+    ExpertSums halves[HALVES];
     barrier_wait(barriers + 8 * slot, parity);
     const u32 piece = slot * SLOT_BYTES;
 #pragma unroll
     for (int i = 0; i < STEPS; i++)
 #pragma unroll
       for (int h = 0; h < HALVES; h++) {
-        const Words codes = load_shared(codes_at + piece + h * HALF_BYTES + i * 512);
-        const u32 scales = load_shared_word(scales_at + piece + h * HALF_BYTES + i * 64);
-        const u32 x = row_at + piece + (h * STEPS + i) * 128;
-        expert_step(even[h], odd[h], codes, scales, load_shared(x), load_shared(x + 64));
+        const u32 x = row_at + piece + (h * STEPS + i) * 128, at = piece + h * HALF_BYTES;
+        halves[h].add(codes_at + at, scales_at + at, i, load_shared(x), load_shared(x + 64));
       }
+#pragma unroll
+    for (int h = 0; h < HALVES; h++) halves[h].close(scales_at + piece + h * HALF_BYTES);
     __syncwarp();
     if (lane == 0 && asked.entry < entries) {
       issue_weights(asked, slot);
@@ -205,10 +203,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) moe_down_kernel(co
       parity ^= 1;
     }
     const u64 at = place(unit.tile);
-    auto sum = [&](int i) {
-      const float lower = even[0][i] + odd[0][i];
-      return HALVES == 1 ? lower : lower + (even[HALVES - 1][i] + odd[HALVES - 1][i]);
-    };
+    auto sum = [&](int i) { return HALVES == 1 ? halves[0].get(i) : halves[0].get(i) + halves[HALVES - 1].get(i); };
 #pragma unroll
     for (int i = 0; i < 2; i++)
       if (2 * t + i < live) put(at, half * PAIRS + list.pair[unit.entry * GROUP + 2 * t + i], sum(i), sum(2 + i));

@@ -4,8 +4,8 @@ Source: transformers 5.24, Qwen4ExpTextExperts and Qwen4ExpTextSparseMoeBlock. T
 ascending order into a bf16 sum; here each weighted product is rounded as there, but the sum runs in float32 in
 order of falling weight and is rounded once, which is closer to the exact sum by up to one bf16 step an add.
 
-On a GPU NVFP4 experts and the shared expert's bf16 matrix are repacked once, at load, into the order in which
-`moe_down.cu` streams them. It keeps everything in float32, sums in the same order and rounds once.
+On a GPU NVFP4 and FP8 experts and the shared expert's bf16 or FP8 matrix are repacked once, at load, into the order in
+which `moe_down.cu` streams them. It keeps everything in float32, sums in the same order and rounds once.
 
 Other formats, other sizes and older GPUs have two Triton kernels, with the reference's roundings: the products of pairs
 and of the shared expert, then their sum. So have prompt chunks; for those, tiled experts are decoded to bf16, some at a
@@ -13,7 +13,7 @@ time. A shared expert that `moe_down.cu` cannot take has its product from the fi
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -23,17 +23,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stepfloor.formats.codec import PackedWeight, quantize
+from stepfloor.kernels._down_many import SLICES, ManyDownPlan, many_launch, plan_many
 from stepfloor.kernels._experts import (
+    FORMATS,
     MAX_ROWS,
     SHARED_LIMIT_OF_TWO,
-    STEP_BYTES,
     TiledExperts,
     capacities_up_to,
     capacity_for,
     contiguous_rows,
+    fp8_lanes,
+    fp8_values,
     list_bytes,
     pack_experts,
     pack_pointers,
+    piece_bytes,
     why_not_tiled,
 )
 from stepfloor.kernels._grouped import (
@@ -65,15 +69,30 @@ from stepfloor.kernels._jit import (
     tl,
     triton,
 )
+from stepfloor.kernels._stream import MX_BIAS, mx_exponents, outer_scales, say_once, why_not_streamed
 from stepfloor.kernels._torch import expert_product, expert_tiles, product, sigmoid
 
 logger = logging.getLogger(__name__)
 
-SLICES = 2  # parts of K that are summed apart
+FEW_ROWS = 8  # that moe_down.cu serves, and moe_down_many.cu more
 # One H200, bf16: 13.8 us at 1 row of 10 experts, 38.3 at 4 of 37; with 128 columns of K a step 15.2 and 44.1.
 DECODE = Tiles(16, 128, 64, 4, 4)
 PREFILL = Tiles(128, 128, 64, 8, 3)
+# SHARED_FORMAT of `moe_down.cu`; rows and columns that share a float32 scale, 0 for all columns
+SHARED_FORMATS = {
+    "bf16": (0, 1, 0),
+    "fp8_channel": (1, 1, 0),
+    "fp8_tensor": (1, 1, 0),
+    "fp8_block": (1, 128, 128),
+    "mxfp8": (2, 1, 0),
+}
 STREAMED_ROWS = 4 * MAX_ROWS  # as for moe_gate_up: beyond, tiled experts are decoded to bf16
+
+
+def shared_macros(format_name: str, k: int) -> tuple[int, int, int]:
+    """SHARED_FORMAT, SCALE_ROWS and SCALE_COLUMNS for a shared expert's matrix of k columns."""
+    number, rows, columns = SHARED_FORMATS[format_name]
+    return number, rows, columns or max(1, k)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +102,7 @@ class DownPlan:
     clusters  of the grid; they share the tiles of 16 rows as evenly as they can
     group    most pairs of an entry of the list; their rows have a place beside every piece of weights
     sharers  warps that share a tile: 1, or 2 with a slice of the columns each
+    shared_format  of the shared expert's matrix; format  of the experts'
     """
 
     n: int
@@ -97,6 +117,8 @@ class DownPlan:
     slots: int
     group: int
     sharers: int = 1
+    shared_format: str = "bf16"
+    format: str = "nvfp4"
 
     @property
     def steps(self) -> int:
@@ -126,8 +148,9 @@ class DownPlan:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block, as the kernel lays it out."""
-        steps = self.steps * SLICES // self.sharers
-        slot = steps * STEP_BYTES + self.group * (steps * 128 + 64) + 8
+        halves = SLICES // self.sharers
+        rows = self.group * (halves * self.steps * 128 + 64)
+        slot = halves * piece_bytes(self.format, self.steps) + rows + 8
         sums = 0 if self.spill else -(-self.tiles // self.cluster) * self.lines * 64
         factors = -(-self.rows * self.topk // 4) * 16
         experts = list_bytes(self.experts, self.topk, self.rows, self.group)
@@ -141,12 +164,17 @@ class DownPlan:
     @property
     def macros(self) -> dict[str, int]:
         """The macros that specialise the kernel."""
+        number, scale_rows, scale_columns = shared_macros(self.shared_format, self.shared_k)
         return {
             "N": self.n,
             "K": self.k,
             "SHARED_K": self.shared_k,
+            "SHARED_FORMAT": number,
+            "SCALE_ROWS": scale_rows,
+            "SCALE_COLUMNS": scale_columns,
             "EXPERTS": self.experts,
             "TOPK": self.topk,
+            "EXPERT_FORMAT": FORMATS[self.format],
             "STEPS": self.steps,
             "SHARERS": self.sharers,
             "CLUSTER": self.cluster,
@@ -163,23 +191,47 @@ class DownPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TiledShared:
-    """The shared expert's bf16 matrix [N, K] as `moe_down.cu` reads it: [tile of 16 rows][64 columns][2 KB]."""
+    """The shared expert's matrix [N, K] as `moe_down.cu` reads it: [tile of 16 rows][64 columns][codes, then scales].
+
+    tape   codes are 2 KB in bf16, 1 KB in FP8; MXFP8 has 32 bytes of powers behind them
+    scale  float32 scales that multiply sums, as `_stream.outer_scales` gives them; None where the format has none
+    """
 
     shape: tuple[int, int]
     tape: Tensor
+    format: str = "bf16"
+    scale: Tensor | None = None
 
     def unpack(self) -> PackedWeight:
-        """The matrix as it was stored, copied."""
+        """The matrix as it was stored, copied; scales of 16-bit floats come back as float32."""
         n, k = self.shape
-        cut = self.tape.reshape(n // 16, -1, 2, 2, 8, 4, 8).permute(0, 2, 4, 1, 3, 5, 6)
-        return PackedWeight("bf16", self.shape, cut.reshape(n, -1)[:, :k].contiguous())
+        if self.format == "bf16":
+            cut = self.tape.reshape(n // 16, -1, 2, 2, 8, 4, 8).permute(0, 2, 4, 1, 3, 5, 6)
+            return PackedWeight("bf16", self.shape, cut.reshape(n, -1)[:, :k].contiguous())
+        cut = self.tape[..., :1024].reshape(n // 16, -1, 2, 8, 4, 2, 8).permute(0, 2, 3, 1, 5, 4, 6)
+        data = fp8_values(cut.reshape(n, -1))[:, :k].contiguous().view(torch.float8_e4m3fn)
+        scale = self.scale
+        if self.format == "mxfp8":
+            powers = self.tape[..., 1024:].reshape(n // 16, -1, 8, 2, 2).permute(0, 3, 2, 1, 4)
+            scale = powers.reshape(n, -1)[:, : k // 32] - MX_BIAS
+        elif self.format == "fp8_tensor" and scale is not None:
+            scale = scale[:1]
+        return PackedWeight(self.format, self.shape, data, scale)
 
 
 def pack_shared(weight: PackedWeight) -> TiledShared:
-    """Reorder the shared expert's matrix: a lane's 8 columns are 16 bytes, and a warp's 512 bytes lie together."""
+    """Reorder the shared expert's matrix: a lane's 8 columns lie together, and so do a warp's 512 bytes."""
     n, k = weight.shape
-    padded = F.pad(weight.data, (0, -k % 64)).reshape(n // 16, 2, 8, -1, 2, 4, 8)  # tile, half, g, step, sub, t, 8
-    return TiledShared(weight.shape, padded.permute(0, 3, 1, 4, 2, 5, 6).contiguous())
+    if weight.format == "bf16":
+        padded = F.pad(weight.data, (0, -k % 64)).reshape(n // 16, 2, 8, -1, 2, 4, 8)  # tile, half, g, step, sub, t, 8
+        return TiledShared(weight.shape, padded.permute(0, 3, 1, 4, 2, 5, 6).contiguous())
+    lanes = fp8_lanes(F.pad(weight.data.view(torch.uint8), (0, -k % 64))).reshape(n // 16, 2, 8, -1, 2, 4, 8)
+    tape = lanes.permute(0, 3, 1, 2, 5, 4, 6).reshape(n // 16, -1, 1024)
+    if weight.format == "mxfp8":
+        powers = F.pad((mx_exponents(weight) + MX_BIAS).to(torch.uint8), (0, -(k // 32) % 2))
+        powers = powers.reshape(n // 16, 2, 8, -1, 2).permute(0, 3, 2, 1, 4)  # tile, step, g, half, sub
+        tape = torch.cat((tape, powers.reshape(n // 16, -1, 32)), -1)
+    return TiledShared(weight.shape, tape.contiguous(), weight.format, outer_scales(weight))
 
 
 def moe_down_reference(
@@ -569,15 +621,31 @@ def moe_down_repack(
     if apart is None:
         shared = (pack_shared(shared_down[0].to(target)),)
     else:
-        logger.info("the shared expert's [%d, *] has a product of its own: %s", down.shape[0], apart)
+        say_once(logger, f"the shared expert's product is a kernel of its own: {apart}")
     fused = _fused(shared)
-    shared_k = 0 if fused is None else fused.shape[1]
-    count = torch.cuda.get_device_properties(target).multi_processor_count
     for rows in capacities_up_to(max_rows):
-        plan = fit_down(plan_down(tiled, shared_k, topk, rows, count), target, tiled.cache_dir)
-        down_launch(plan, target, tiled.cache_dir)
+        down_launch(choose_down(tiled, fused, topk, rows, target), target, tiled.cache_dir)
     torch.cuda.synchronize(target)
     return tiled, shared
+
+
+def choose_down(
+    down: TiledExperts, shared: TiledShared | None, topk: int, rows: int, device: torch.device
+) -> DownPlan | ManyDownPlan:
+    """The kernel for this many rows of a device."""
+    if rows > FEW_ROWS:
+        if shared is None:
+            return plan_many(down, 0, topk, rows)
+        return plan_many(down, shared.shape[1], topk, rows, shared_macros(shared.format, shared.shape[1]))
+    count = torch.cuda.get_device_properties(device).multi_processor_count
+    return fit_down(plan_for(down, shared, topk, rows, count), device, down.cache_dir)
+
+
+def plan_for(down: TiledExperts, shared: TiledShared | None, topk: int, rows: int, multiprocessors: int) -> DownPlan:
+    """plan_down beside a shared expert's matrix, or none."""
+    if shared is None:
+        return plan_down(down, 0, topk, rows, multiprocessors)
+    return replace(plan_down(down, shared.shape[1], topk, rows, multiprocessors), shared_format=shared.format)
 
 
 def plan_down(
@@ -598,16 +666,21 @@ def plan_down(
     Up to 2 rows a block has a tile to itself. With 6 warps of two pieces, at one row, it lies beside two blocks of
     gate/up and has its weights when they end; 8 warps find no registers there. From the product of the router's matrix
     on 21.3 us for 23.0 at one row, 30.9 for 32.3 at two, but 44.6 for 43.8 at four (H200).
+    FP8 has pieces of nearly twice the size: a warp takes one slice, which is as large as both in NVFP4, and at one row
+    8.2 us with one piece for 9.0 with two.
     """
     n, k = down.shape
     capacity = capacity_for(rows)
-    cluster = cluster or (1 if capacity <= 2 else 4)
-    warps = warps or (6 if capacity == 1 else 8)
+    wide = down.format != "nvfp4"
+    cluster = cluster or (1 if capacity <= 2 and not wide else 4)
+    warps = warps or (6 if capacity == 1 and not wide else 8)
     total = n // 16
     clusters = -(-total // -(-total // max(1, 2 * multiprocessors // cluster)))
-    slots = 2 if capacity == 1 else 1
+    experts = down.tape.shape[0]
+    slots, sharers = (1, 2) if wide else (2, 1) if capacity == 1 else (1, 1)
     group = min(capacity, 4) if capacity <= 8 else 2 if capacity <= 16 else 3
-    return DownPlan(n, k, shared_k, down.tape.shape[0], topk, capacity, cluster, clusters, warps, slots, group)
+    plan = DownPlan(n, k, shared_k, experts, topk, capacity, cluster, clusters, warps, slots, group, sharers)
+    return replace(plan, format=down.format)
 
 
 @cache
@@ -616,7 +689,7 @@ def fit_down(plan: DownPlan, device: torch.device, cache_dir: Path) -> DownPlan:
 
     The blocks of a cluster lie in one part of the chip, and the parts differ in their number of multiprocessors.
     """
-    at_once = down_launch(plan, device, cache_dir).clusters_at_once
+    at_once = _cluster_launch(plan, device, cache_dir).clusters_at_once
     return plan if at_once >= plan.clusters else replace(plan, clusters=max(1, at_once))
 
 
@@ -626,7 +699,7 @@ def down_rows(
     weights: Tensor,
     down: TiledExperts,
     shared: tuple[Tensor, Tensor, TiledShared] | None,
-    plan: DownPlan | None = None,
+    plan: DownPlan | ManyDownPlan | None = None,
 ) -> Tensor:
     """Queue the kernel for hidden [T, topk, I] bf16; shared is the shared expert's hidden rows, gate and matrix."""
     count, topk = ids.shape
@@ -635,10 +708,8 @@ def down_rows(
         shared = contiguous_rows(shared[0]), shared[1].contiguous(), shared[2]
     out = hidden.new_empty((count, down.shape[0]))
     if plan is None:
-        multiprocessors = torch.cuda.get_device_properties(hidden.device).multi_processor_count
-        shared_k = 0 if shared is None else shared[2].shape[1]
-        plan = plan_down(down, shared_k, topk, min(count, MAX_ROWS), multiprocessors)
-        plan = fit_down(plan, hidden.device, down.cache_dir)
+        matrix = None if shared is None else shared[2]
+        plan = choose_down(down, matrix, topk, min(count, MAX_ROWS), hidden.device)
     launch = down_launch(plan, hidden.device, down.cache_dir)
     spilled = down_scratch(plan, hidden.device)
     for first in range(0, count, plan.rows):
@@ -648,9 +719,10 @@ def down_rows(
     return out
 
 
-def down_scratch(plan: DownPlan, device: torch.device) -> Tensor | None:
+def down_scratch(plan: DownPlan | ManyDownPlan, device: torch.device) -> Tensor | None:
     """Room for sums that shared memory cannot hold, or None."""
-    return torch.empty((plan.lines, plan.n), device=device) if plan.spill else None
+    spills = isinstance(plan, ManyDownPlan) or plan.spill
+    return torch.empty((plan.lines, plan.n), device=device) if spills else None
 
 
 def down_arguments(
@@ -663,14 +735,25 @@ def down_arguments(
     out: Tensor,
 ) -> bytes:
     """struct Arguments of `moe_down.cu`."""
-    rows, gate, tape = (None, None, None) if shared is None else (shared[0], shared[1], shared[2].tape)
-    tensors = (down.tape, hidden, ids, weights, down.scale, tape, rows, gate, spilled, out)
+    rows, gate, tape, scale = (
+        (None, None, None, None) if shared is None else (shared[0], shared[1], shared[2].tape, shared[2].scale)
+    )
+    tensors = (down.tape, hidden, ids, weights, down.scale, tape, scale, rows, gate, spilled, out)
     return pack_pointers(tensors, (0 if rows is None else rows.stride(0), out.stride(0)), hidden.shape[0])
 
 
 @cache
-def down_launch(plan: DownPlan, device: torch.device, cache_dir: Path, dependent: bool = True) -> Launch:
-    """The compiled kernel, once a process."""
+def down_launch(
+    plan: DownPlan | ManyDownPlan, device: torch.device, cache_dir: Path, dependent: bool = True
+) -> Callable[[bytes], None]:
+    """The compiled kernel, or the two of many rows, once a process."""
+    if isinstance(plan, DownPlan):
+        return _cluster_launch(plan, device, cache_dir, dependent)
+    return many_launch(plan, device, cache_dir, dependent)
+
+
+@cache
+def _cluster_launch(plan: DownPlan, device: torch.device, cache_dir: Path, dependent: bool = True) -> Launch:
     cubin = compile_cuda("moe_down.cu", plan.macros, device_arch(device), cache_dir)
     name, threads = "moe_down_kernel", plan.warps * 32
     return Launch(
@@ -688,11 +771,11 @@ def _why_not_fused(shared_down: Sequence[PackedWeight]) -> str | None:
     """What keeps the shared expert out of the kernel, as the end of a sentence; None if nothing does."""
     if len(shared_down) != 1:
         return f"the kernel takes one matrix, not {len(shared_down)}"
-    if shared_down[0].format != "bf16":
-        return f"the kernel reads it in bf16, not in {shared_down[0].format}"
+    if shared_down[0].format not in SHARED_FORMATS:
+        return f"the kernel reads {', '.join(SHARED_FORMATS)}, not {shared_down[0].format}"
     if shared_down[0].shape[1] % 16:
         return f"its {shared_down[0].shape[1]} columns are not a multiple of 16"
-    return None
+    return why_not_streamed(shared_down[0])
 
 
 def _stored(shared_down: Sequence[PackedWeight | TiledShared]) -> list[PackedWeight]:

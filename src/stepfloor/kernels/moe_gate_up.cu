@@ -1,22 +1,25 @@
-// h = silu(x G_e^T) * (x U_e^T) for the experts that rows chose, NVFP4, every expert's weights streamed once.
-// Source: moe_gate_up.py, which states the plan that the macros below repeat; include/experts.cuh for the format.
+// h = silu(x G_e^T) * (x U_e^T) for the experts that rows chose, NVFP4 or FP8, every expert's weights streamed once.
+// Source: moe_gate_up.py, which states the plan that the macros below repeat; include/expert_sums.cuh for the formats.
 //
 // A tile is 8 gate rows and the 8 up rows of the same channels as the 16-row operand, so that SwiGLU joins values of one
 // sum. Eight warps share the columns of a tile; the sum of a value is the same for any number of rows and experts:
 // inside a warp's columns the lower and the upper half of each 8 in step order, their sum, then the warps in order.
-// Columns of the 8-wide operand are rows of x: all of them, held in registers, or (GATHER) those that chose the expert.
+// Columns of the 8-wide operand are rows of x, in registers: all of them, or (GATHER) those that chose the expert. Then a
+// block's tiles are neighbours, so that it changes its rows two or three times; else they are spread, so that the first
+// ones are known before the list is.
 //
-// A ninth warp asks for everything: a tile is one copy, and so is a row of x. The eight wait for the tile, multiply, and
-// hand over their sums; the kernel is bound by their instructions.
+// A ninth warp asks for everything: a tile is one copy. The eight wait for the tile, multiply, and hand over their sums;
+// the kernel is bound by their instructions.
 
 #include "stream.cuh"
-#include "experts.cuh"
+#include "expert_sums.cuh"
 
+// EXPERT_FORMAT   of the weights, see expert_sums.cuh
 // K, CHANNELS     columns; gate rows, as many up rows
 // EXPERTS, TOPK   experts; choices of a row
 // STEPS           64-column steps of a warp
 // ROWS, GROUP     most rows; most pairs of an entry of the list
-// GATHER          whether rows of x are copied beside the weights
+// GATHER          whether rows change with the entry
 // SLOTS           tiles of a block in shared memory
 // PER_SM          blocks of a multiprocessor; BESIDE  threads of another kernel's blocks for which they leave registers
 
@@ -24,11 +27,9 @@ constexpr int WARPS = 8;
 constexpr int WORKERS = WARPS * 32;
 constexpr int THREADS = WORKERS + 32;
 constexpr int TILES = CHANNELS / 8;
-constexpr int PIECE_BYTES = STEPS * 576;
+constexpr int PIECE_BYTES = piece_bytes(STEPS);
 constexpr int TILE_BYTES = WARPS * PIECE_BYTES;
 constexpr int COLUMNS = GATHER ? GROUP : ROWS;
-constexpr int ROW_PITCH = WARPS * STEPS * 128 + 64;  // 4 modulo 8 units of 16 bytes: no bank conflict
-constexpr int SLOT_BYTES = TILE_BYTES + (GATHER ? GROUP * ROW_PITCH : 0);
 constexpr int PITCH = COLUMNS == 1 ? 1 : (COLUMNS + 1) / 2 * 2;
 constexpr int SUMS = 16 * PITCH;  // floats of a warp
 constexpr bool PADDED = WARPS * STEPS * 64 > K;
@@ -36,12 +37,13 @@ static_assert(WARPS * STEPS * 64 >= K && K % 16 == 0 && CHANNELS % 8 == 0 && GRO
 
 using List = ExpertList<EXPERTS, TOPK, ROWS, GROUP, WORKERS>;
 static_assert(sizeof(List) <= LIST_BYTES && LIST_BYTES - sizeof(List) < 16, "plan");
+using Tiles = BlockUnits<TILES, GATHER>;
 
 struct Arguments {
   const u8* tape;
   const u16* x;
   const long long* ids;
-  const float* scale;  // of each expert
+  const float* scale;  // of each expert in NVFP4
   u16* out;            // [pair][CHANNELS]
   long long x_stride;  // in values
   int rows;
@@ -60,40 +62,32 @@ DEVICE void ask(const Arguments& a, const List& list, u32 ring, u32 full, u32 em
   const bool first_lane = threadIdx.x % 32 == 0;
   const u64 policy = evict_first_policy();
   auto copy_tile = [&](u32 expert, int tile, int slot) {
-    bulk_copy(ring + slot * SLOT_BYTES, a.tape + (u64)(expert * TILES + tile) * TILE_BYTES, TILE_BYTES, full + 8 * slot, policy);
+    bulk_copy(ring + slot * TILE_BYTES, a.tape + (u64)(expert * TILES + tile) * TILE_BYTES, TILE_BYTES, full + 8 * slot, policy);
   };
-  // What the ring holds at first needs no list: it is on its way while the others make one.
-  FirstEntries<EXPERTS, TOPK, ROWS, GROUP> entries;
-  entries.start(a.ids, a.rows);
   int asked = 0;
+  if constexpr (!GATHER) {
+    // What the ring holds at first needs no list: it is on its way while the others make one.
+    FirstEntries<EXPERTS, TOPK, ROWS, GROUP> entries;
+    entries.start(a.ids, a.rows);
 #pragma unroll 1
-  for (; asked < SLOTS; asked++) {
-    const int unit = blockIdx.x + asked * gridDim.x;
-    const u32 expert = entries.find(unit / TILES);
-    if (expert == ~0u) break;
-    if (first_lane) {
-      barrier_expect_more(full + 8 * asked, TILE_BYTES);
-      copy_tile(expert, unit % TILES, asked);
+    for (; asked < SLOTS; asked++) {
+      const int unit = blockIdx.x + asked * gridDim.x;
+      const u32 expert = entries.find(unit / TILES);
+      if (expert == ~0u) break;
+      if (first_lane) {
+        barrier_expect_more(full + 8 * asked, TILE_BYTES);
+        copy_tile(expert, unit % TILES, asked);
+      }
     }
   }
-  __syncthreads();
+  List::sync_entries<32>();
   if (!first_lane) return;
-  const int units = list.number * TILES;
   int slot = 0, parity = 1;
 #pragma unroll 1
-  for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
-    const int number = unit / TILES;
-    const u32 entry = list.entries[number], barrier = full + 8 * slot;
+  for (Tiles at(list.number); at.left > 0; at.advance()) {
     barrier_wait(empty + 8 * slot, parity);
-    const int rows = GATHER ? List::count_of(entry) : 0;
-    barrier_expect(barrier, (asked > 0 ? 0 : TILE_BYTES) + rows * K * 2);
-    if (asked-- <= 0) copy_tile(List::expert_of(entry), unit % TILES, slot);
-    if (GATHER) {
-      const u16* pair = list.pair + number * GROUP;
-#pragma unroll 1
-      for (u32 to = ring + slot * SLOT_BYTES + TILE_BYTES, end = to + rows * ROW_PITCH; to < end; to += ROW_PITCH)
-        bulk_copy_kept(to, a.x + *pair++ / TOPK * a.x_stride, K * 2, barrier);
-    }
+    barrier_expect(full + 8 * slot, asked > 0 ? 0 : TILE_BYTES);
+    if (asked-- <= 0) copy_tile(List::expert_of(list.entries[at.entry]), at.unit, slot);
     if (++slot == SLOTS) {
       slot = 0;
       parity ^= 1;
@@ -104,7 +98,7 @@ DEVICE void ask(const Arguments& a, const List& list, u32 ring, u32 full, u32 em
 extern "C" __global__ void __launch_bounds__(THREADS + BESIDE / PER_SM, PER_SM) moe_gate_up_kernel(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(128) u8 shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  float* sums = (float*)(shared + SLOTS * SLOT_BYTES);
+  float* sums = (float*)(shared + SLOTS * TILE_BYTES);
   List& list = *(List*)(sums + WARPS * WARPS * SUMS);
   const u32 ring = shared_address(shared), full = shared_address((u8*)&list + LIST_BYTES), empty = full + 8 * SLOTS;
   if (warp == WARPS) {
@@ -122,47 +116,42 @@ extern "C" __global__ void __launch_bounds__(THREADS + BESIDE / PER_SM, PER_SM) 
     return;
   }
 
-  if (GATHER && PADDED) {  // columns that no copy fills
-    constexpr int PAD = (WARPS * STEPS * 64 - K) / 8;
-    for (int i = threadIdx.x; i < SLOTS * GROUP * PAD; i += WORKERS)
-      store_shared(ring + i / (GROUP * PAD) * SLOT_BYTES + TILE_BYTES + i / PAD % GROUP * ROW_PITCH + K * 2 + i % PAD * 16, {0, 0, 0, 0});
-  }
   list.clear();
   wait_for_predecessor();
   launch_dependents();  // not before: the next kernel reads what the kernels before this one wrote, without waiting
 
-  Words x[GATHER ? 1 : 2 * STEPS];
-  if constexpr (!GATHER) {
-    // rows past the last one repeat it: they spoil sums that nobody stores
-    const u16* row = a.x + min(g, a.rows - 1) * a.x_stride;
+  Words x[2 * STEPS];
+  auto load_row = [&](const u16* row) {
 #pragma unroll
     for (int i = 0; i < 2 * STEPS; i++) x[i] = load_columns<PADDED ? K : 1 << 30>(row, warp * STEPS * 64 + i * 32 + t * 8);
-  }
-  const int units = list.build(a.ids, a.rows) * TILES;
-  __syncthreads();
+  };
+  // columns of the operand past the last one repeat it: they spoil sums that nobody stores
+  if constexpr (!GATHER) load_row(a.x + min(g, a.rows - 1) * a.x_stride);
+  Tiles at(list.build<32>(a.ids, a.rows));
+  if (ROWS > 1) List::sync();
 
-  // columns that no pair fills hold what was there before: they, too, spoil what nobody stores
-  const u32 codes_at = kept(ring + warp * PIECE_BYTES + lane * 16);
-  const u32 scales_at = kept(ring + warp * PIECE_BYTES + STEPS * 512 + lane / 2 * 4);
-  const u32 row_at = kept(ring + TILE_BYTES + min(g, GROUP - 1) * ROW_PITCH + warp * STEPS * 128 + t * 16);
+  const u32 codes_at = kept(ring + warp * PIECE_BYTES + codes_in_piece(lane));
+  const u32 scales_at = kept(ring + warp * PIECE_BYTES + scales_in_piece(STEPS, lane));
   const u32 mine = kept(warp * SUMS + g * PITCH + 2 * t);
-  int slot = 0, parity = 0, duty = 0;
+  int slot = 0, parity = 0, duty = 0, held = -1;
 #pragma unroll 1
-  for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
-    float scale = 0.f;
-    if (warp == duty) scale = SCALE_REST * a.scale[List::expert_of(list.entries[unit / TILES])];
-    float even[4] = {0.f, 0.f, 0.f, 0.f}, odd[4] = {0.f, 0.f, 0.f, 0.f};
-    barrier_wait(full + 8 * slot, parity);
-    const u32 codes = codes_at + slot * SLOT_BYTES, scales = scales_at + slot * SLOT_BYTES, row = row_at + slot * SLOT_BYTES;
-#pragma unroll
-    for (int i = 0; i < STEPS; i++) {
-      const Words some = load_shared(codes + i * 512);
-      const u32 four = load_shared_word(scales + i * 64);
-      if constexpr (GATHER)
-        expert_step(even, odd, some, four, load_shared(row + i * 128), load_shared(row + i * 128 + 64));
-      else
-        expert_step(even, odd, some, four, x[2 * i], x[2 * i + 1]);
+  for (; at.left > 0; at.advance()) {
+    if (GATHER && at.entry != held) {
+      held = at.entry;
+      load_row(a.x + list.pair[held * GROUP + min(g, List::count_of(list.entries[held]) - 1)] / TOPK * a.x_stride);
     }
+    u32 entry = 0;
+    float scale = 1.f;
+    if (warp == duty) {
+      entry = list.entries[at.entry];
+      if (EXPERT_SCALES) scale = SCALE_REST * a.scale[List::expert_of(entry)];
+    }
+    ExpertSums piece;
+    barrier_wait(full + 8 * slot, parity);
+    const u32 codes = codes_at + slot * TILE_BYTES, scales = scales_at + slot * TILE_BYTES;
+#pragma unroll
+    for (int i = 0; i < STEPS; i++) piece.add(codes, scales, i, x[2 * i], x[2 * i + 1]);
+    piece.close(scales);
     __syncwarp();
     if (lane == 0) barrier_arrive(empty + 8 * slot);
     if (++slot == SLOTS) {
@@ -174,23 +163,23 @@ extern "C" __global__ void __launch_bounds__(THREADS + BESIDE / PER_SM, PER_SM) 
     if (2 * t < COLUMNS) {
       float* to = sums + duty * WARPS * SUMS + mine;
       if constexpr (COLUMNS == 1) {
-        to[0] = even[0] + odd[0];
-        to[8 * PITCH] = even[2] + odd[2];
+        to[0] = piece.get(0);
+        to[8 * PITCH] = piece.get(2);
       } else {
-        *(float2*)to = make_float2(even[0] + odd[0], even[1] + odd[1]);
-        *(float2*)(to + 8 * PITCH) = make_float2(even[2] + odd[2], even[3] + odd[3]);
+        *(float2*)to = make_float2(piece.get(0), piece.get(1));
+        *(float2*)(to + 8 * PITCH) = make_float2(piece.get(2), piece.get(3));
       }
     }
     if (warp != duty) {
       named_barrier_arrive(duty + 1, WORKERS);
     } else {
       named_barrier_sync(duty + 1, WORKERS);
-      const int number = unit / TILES, live = List::count_of(list.entries[number]);
-      for (int e = lane; e < 8 * live; e += 32) {
-        const int channel = e % 8, pair = list.pair[number * GROUP + e / 8], column = GATHER ? e / 8 : pair / TOPK;
+      for (int e = lane; e < 8 * List::count_of(entry); e += 32) {
+        const int channel = e % 8, pair = list.pair[at.entry * GROUP + e / 8], column = GATHER ? e / 8 : pair / TOPK;
         const float* part = sums + duty * WARPS * SUMS + channel * PITCH + column;
         const float gate = sum_of_warps(part) * scale, up = sum_of_warps(part + 8 * PITCH) * scale;
-        a.out[(u64)pair * CHANNELS + unit % TILES * 8 + channel] = to_bf16(gate / (1.f + __expf(-gate)) * up);
+        a.out[(u64)pair * CHANNELS + at.unit * 8 + channel] = to_bf16(gate / (1.f + __expf(-gate)) * up);
+        if (GROUP <= 4) break;  // that was all
       }
       __syncwarp();
     }

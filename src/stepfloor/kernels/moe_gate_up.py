@@ -2,9 +2,10 @@
 
 Source: transformers 5.24, Qwen4ExpTextExperts.forward.
 
-On a GPU NVFP4 experts are repacked once, at load, into the order in which `moe_gate_up.cu` streams them; it finds the
-distinct experts from the ids itself. It keeps gate and up in float32 and rounds once, where the reference rounds gate,
-up, silu and the product: in bf16 the two may differ by 4 * 2**-8 of the value and what gate's rounding does to silu.
+On a GPU NVFP4 and FP8 experts are repacked once, at load, into the order in which `moe_gate_up.cu` streams them; it
+finds the distinct experts from the ids itself. It keeps gate and up in float32 and rounds once, where the reference
+rounds gate, up, silu and the product: in bf16 the two may differ by 4 * 2**-8 of the value and what gate's rounding
+does to silu.
 
 Other formats, other sizes and older GPUs have a Triton kernel, with the reference's roundings. So have prompt chunks;
 for those, tiled experts are decoded to bf16, some at a time.
@@ -20,9 +21,9 @@ from torch import Tensor
 
 from stepfloor.formats.codec import PackedWeight, quantize
 from stepfloor.kernels._experts import (
+    FORMATS,
     MAX_ROWS,
     SHARED_LIMIT_OF_TWO,
-    STEP_BYTES,
     TiledExperts,
     capacities_up_to,
     capacity_for,
@@ -30,6 +31,7 @@ from stepfloor.kernels._experts import (
     list_bytes,
     pack_experts,
     pack_pointers,
+    piece_bytes,
     why_not_tiled,
 )
 from stepfloor.kernels._grouped import (
@@ -81,6 +83,7 @@ class GateUpPlan:
     slots  tiles of a block on the way
     lean   so few registers that 6 warps of moe_down fit beside two blocks and can request their weights early
     group  most pairs of an entry of the list; with `gather` their rows have a place beside every tile
+    format  of the experts
     """
 
     k: int
@@ -92,6 +95,7 @@ class GateUpPlan:
     slots: int
     lean: bool = False
     group: int = 8
+    format: str = "nvfp4"
 
     @property
     def steps(self) -> int:
@@ -102,7 +106,7 @@ class GateUpPlan:
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block, as the kernel lays it out."""
         columns = self.group if self.gather else self.rows
-        slot = WARPS * self.steps * STEP_BYTES + (self.group * (WARPS * self.steps * 128 + 64) if self.gather else 0)
+        slot = WARPS * piece_bytes(self.format, self.steps)
         sums = WARPS * WARPS * 16 * (1 if columns == 1 else columns + columns % 2) * 4
         return self.slots * (slot + 16) + sums + list_bytes(self.experts, self.topk, self.rows, self.group)
 
@@ -119,6 +123,7 @@ class GateUpPlan:
             "CHANNELS": self.channels,
             "EXPERTS": self.experts,
             "TOPK": self.topk,
+            "EXPERT_FORMAT": FORMATS[self.format],
             "STEPS": self.steps,
             "ROWS": self.rows,
             "GROUP": self.group,
@@ -339,14 +344,16 @@ def plan_gate_up(gate_up: TiledExperts, topk: int, rows: int) -> GateUpPlan:
     """The kernel for this many rows.
 
     Up to 4 rows two blocks leave registers for 6 warps of moe_down, which at one row are a block; a third tile on the
-    way would take the shared memory it needs. Beyond 8, entries of the list are short, so that more tiles fit: of 512
-    experts at 16 rows 1 in 250 has more than 2 pairs, at 64 rows 1 in 30 more than 3, and is read twice. 64 rows in a
-    step on an H200: 192 us with 3, 204 with 2.
+    way would take the shared memory it needs. Entries of the list are short, so that more tiles fit beside their sums:
+    of 512 experts hardly one has more than 4 of 64 rows, and is read twice. FP8's tiles are nearly twice as large.
     """
     n, k = gate_up.shape
     capacity = capacity_for(rows)
-    group, slots = {1: (1, 2), MAX_ROWS: (3, 2)}.get(capacity, (2, 2))
+    group, slots = {1: (1, 2), 16: (4, 2), MAX_ROWS: (4, 2)}.get(capacity, (2, 2))
     experts = gate_up.tape.shape[0]
+    if gate_up.format != "nvfp4":
+        group, slots = {1: (1, 2), 16: (4, 2)}.get(capacity, (2, 2))
+        return GateUpPlan(k, n // 2, experts, topk, capacity, capacity > 4, slots, False, group, gate_up.format)
     return GateUpPlan(k, n // 2, experts, topk, capacity, capacity > 8, slots, capacity <= 4, group)
 
 

@@ -13,7 +13,7 @@ from stepfloor.formats.codec import PackedWeight
 from stepfloor.kernels.gdn_decode import DeltaConstants, decodes_on_cuda
 from stepfloor.kernels.hc_down import StreamedDown
 from stepfloor.kernels.hc_mix import StreamedMix
-from stepfloor.kernels.linear import StreamedWeight, runs_triton
+from stepfloor.kernels.linear import StreamedPair, StreamedWeight, runs_triton
 from stepfloor.kernels.moe_down import TiledExperts, TiledShared, why_not_grouped
 from stepfloor.kernels.moe_route import routes_on_cuda
 from stepfloor.kernels.ngram_gather import GatherTable
@@ -27,7 +27,8 @@ ONE_KERNEL = (
     "qsa_select",
 )  # fmt: skip
 
-Held = PackedWeight | StreamedWeight | StreamedDown | StreamedMix | TiledExperts | TiledShared
+Single = PackedWeight | StreamedWeight | StreamedDown | StreamedMix | TiledExperts | TiledShared
+Held = Single | StreamedPair
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +66,16 @@ def backends(model: Model, window: int) -> dict[str, str]:
 
 def weights_backend(held: Sequence[Held], machine: Machine) -> str:
     """What multiplies rows with matrices that share them, in linear, hc_down or hc_mix."""
-    return _joined(_matrix_backend(weight, machine) for weight in held)
+    apart: list[Single] = []
+    for weight in held:
+        apart += (weight.first, weight.second) if isinstance(weight, StreamedPair) else (weight,)
+    return _joined(_matrix_backend(weight, machine) for weight in apart)
 
 
 def experts_backend(held: PackedWeight | TiledExperts, machine: Machine) -> str:
     """What runs the routed experts."""
     if isinstance(held, TiledExperts) and machine.gpu and machine.bf16:
-        return "CUDA, streamed nvfp4"
+        return f"CUDA, streamed {held.format}"
     grouped = isinstance(held, TiledExperts) or why_not_grouped(held) is None
     if not machine.gpu or not machine.triton or not grouped:
         return REFERENCE
@@ -83,7 +87,7 @@ def table_backend(shards: Sequence[PackedWeight] | GatherTable, machine: Machine
     return f"Triton, {shards.format}" if machine.triton and isinstance(shards, GatherTable) else REFERENCE
 
 
-def _matrix_backend(weight: Held, machine: Machine) -> str:
+def _matrix_backend(weight: Single, machine: Machine) -> str:
     if isinstance(weight, PackedWeight):
         return f"Triton, {weight.format}" if machine.triton else REFERENCE
     if machine.gpu and machine.bf16:
@@ -93,12 +97,8 @@ def _matrix_backend(weight: Held, machine: Machine) -> str:
     return f"Triton, {_format(weight)}" if portable else REFERENCE
 
 
-def _format(weight: Held) -> str:
-    if isinstance(weight, PackedWeight):
-        return weight.format
-    if isinstance(weight, TiledExperts):
-        return "nvfp4"
-    return "bf16" if isinstance(weight, TiledShared) else weight.plan.format
+def _format(weight: Single) -> str:
+    return weight.format if isinstance(weight, PackedWeight | TiledExperts | TiledShared) else weight.plan.format
 
 
 def _projections(model: Model, layers: Sequence[Layer], tables: Sequence[NgramBlock]) -> list[Sequence[Held]]:

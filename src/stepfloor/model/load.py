@@ -19,7 +19,7 @@ from stepfloor.formats.codec import PackedWeight, stack_rows
 from stepfloor.kernels.gdn_decode import DeltaConstants
 from stepfloor.kernels.hc_down import hc_down_repack
 from stepfloor.kernels.hc_mix import hc_mix_repack
-from stepfloor.kernels.linear import linear_repack
+from stepfloor.kernels.linear import linear_join
 from stepfloor.kernels.moe_down import moe_down_repack
 from stepfloor.kernels.moe_gate_up import moe_gate_up_repack
 from stepfloor.kernels.ngram_gather import GatherTable, ngram_gather_table
@@ -244,7 +244,7 @@ class _Loader:
         joined = self._joined(names)
         if not self.on_gpu:
             return joined
-        return tuple(linear_repack(matrix, self.device, max_rows=self.decode_rows) for matrix in joined)
+        return linear_join(joined, self.device, max_rows=self.decode_rows)
 
     def _joined(self, names: Sequence[str]) -> tuple[PackedWeight, ...]:
         """Matrices that share an input: neighbours that can be stacked are, the others stay side by side."""

@@ -19,7 +19,7 @@ from stepfloor.kernels.gdn_decode import DeltaConstants, gdn_decode
 from stepfloor.kernels.gdn_prefill import gdn_prefill
 from stepfloor.kernels.hc_down import StreamedDown, hc_down
 from stepfloor.kernels.hc_mix import StreamedMix, hc_mix
-from stepfloor.kernels.linear import MAX_ROWS, StreamedWeight, linear
+from stepfloor.kernels.linear import MAX_ROWS, StreamedPair, StreamedWeight, linear
 from stepfloor.kernels.moe_down import TiledExperts, TiledShared, moe_down
 from stepfloor.kernels.moe_gate_up import moe_gate_up
 from stepfloor.kernels.moe_route import moe_route
@@ -34,7 +34,7 @@ from stepfloor.kernels.qsa_select import qsa_select
 
 Matrices = tuple[PackedWeight, ...]
 """Matrices that share an input, outputs side by side; more than one where their formats differ."""
-Projection = tuple[PackedWeight | StreamedWeight, ...]
+Projection = tuple[PackedWeight | StreamedWeight | StreamedPair, ...]
 """The same, as `linear` reads them on the model's device."""
 
 

@@ -299,6 +299,7 @@ inline float upper(u32 pair) { return bf16_of(pair, 1); }
 inline u32 to_pair(float low, float high) { return to_bf16(low) | (u32)to_bf16(high) << 16; }
 inline u32 multiply_pair(u32 a, u32 b) { return to_pair(lower(a) * lower(b), upper(a) * upper(b)); }
 inline u32 add_pair(u32 a, u32 b) { return to_pair(lower(a) + lower(b), upper(a) + upper(b)); }
+inline float __fmul_rn(float a, float b) { return a * b; }
 inline float multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
 inline float inverse_root(float x) { return 1.f / std::sqrt(x); }
 inline float sigmoid(float x) { return 1.f / (1.f + std::exp(-x)); }
@@ -329,6 +330,10 @@ inline void cluster_sync() { cluster_wait(); }
 inline void cluster_leave() { cluster_wait(); }
 inline u32 rotate_left(u32 word, int bits) { return word << bits | word >> (32 - bits); }
 inline u32 spread_byte(u32 word, int index) { return (word >> 8 * index & 0xff) * 0x10001u; }
+inline u32 select_bits(u32 a, u32 b, u32 mask) { return (a & mask) | (b & ~mask); }
+inline u32 mask_or(u32 a, u32 mask, u32 b) { return (a & mask) | b; }
+inline u32 twice_lower(u32 pair) { return (pair & 0xffff) * 0x10001u; }
+inline u32 twice_upper(u32 pair) { return (pair >> 16) * 0x10001u; }
 inline float load_peer(u32 address, u32 rank) {
   check_shared(address, 4);
   return *(float*)((*cluster)[rank]->shared() + address);

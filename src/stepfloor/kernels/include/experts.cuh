@@ -2,39 +2,74 @@
 // Source: NVFP4 (FP4 codes, an E4M3 scale for 16 columns of a row); _experts.py writes the bytes read here.
 //
 // A step is 64 columns of 16 weight rows: 512 bytes of codes, 16 a lane, and 64 bytes of scales, 4 for two lanes. Lane
-// (g, t) owns columns 8t .. 8t + 7 of each 32, of rows g and g + 8, as in linear.cu.
+// (g, t) owns columns 8t .. 8t + 7 of each 32, of rows g and g + 8, as in linear.cu: two words of codes for a row.
 //
 // Codes become bf16 by moving bits: sign to the sign, the other three to the lowest exponent bits and the highest mantissa
-// bit, which is code * 2^-126. Scales are kept as 5 exponent and 3 mantissa bits; 2^119 goes in with the scale, and
-// SCALE_REST with the tensor's scale on the sums. Every product of code and scale has at most 6 significant bits: exact.
+// bit, which is code * 2^-126. Scales are kept as the lower 5 exponent and the upper 3 mantissa bits of bf16; 2^119 goes in
+// with the scale, and SCALE_REST with the tensor's scale on the sums. Every product of code and scale has at most 6
+// significant bits: exact.
 #pragma once
 
 constexpr float SCALE_REST = 128.f;
 
-// Each bit of a word is where one of four rotations brings it into place for two codes; pair 3 needs two of them, because
-// no four of the patterns {15, 8, 7, 6} tile 16 bits. The low half of a pair is the even column. _experts.py has the places.
-DEVICE void decode_eight(u32 codes, u32 scale, u32 (&pairs)[4]) {
-  pairs[0] = codes & 0x81c081c0u;
-  pairs[1] = (codes << 6) & 0x81c081c0u;
-  pairs[2] = rotate_left(codes, 10) & 0x81c081c0u;
-  pairs[3] = ((codes << 4) & 0x81808180u) | (rotate_left(codes, 12) & 0x00400040u);
+#ifndef WIDE_TURNS
+#define WIDE_TURNS 0
+#endif
+template <int WHICH> DEVICE u32 turned(u32 word, int bits, u32 mask) {
+  if (!(WIDE_TURNS >> WHICH & 1)) return rotate_left(word, bits) & mask;
+  u64 wide;
+  asm("mul.wide.u32 %0, %1, %2;" : "=l"(wide) : "r"(word), "r"(1u << bits));
+  u32 v;
+  asm("lop3.b32 %0, %1, %2, %3, 0xa8;" : "=r"(v) : "r"((u32)wide), "r"((u32)(wide >> 32)), "r"(mask));
+  return v;
+}
+// Word 0 or 1 of a row's two: its 8 codes. Each bit of the two is where a rotation brings it into place for two codes. No
+// four of the patterns {15, 8, 7, 6} tile 16 bits, so three pairs are a word's own, and the fourth ones of both come from
+// what both leave over, joined. The low half of a pair is the even column. _experts.py has the places.
+template <int WORD> DEVICE void decode_eight(u32 first, u32 second, u32 scale, u32 (&pairs)[4]) {
+  constexpr u32 PATTERN = 0x81c081c0u, FROM_FIRST = 0x60306030u;
+  const u32 joined = select_bits(first, second, FROM_FIRST);
+  if constexpr (WORD == 0) {
+    pairs[0] = first & PATTERN;
+    pairs[1] = (first << 6) & PATTERN;
+    pairs[2] = turned<0>(first, 12, PATTERN);
+    pairs[3] = (joined << 4) & PATTERN;
+  } else {
+    pairs[0] = (second << 2) & PATTERN;
+    pairs[1] = turned<3>(second, 8, PATTERN);
+    pairs[2] = turned<1>(second, 14, PATTERN);
+    pairs[3] = turned<2>(joined, 10, PATTERN);
+  }
 #pragma unroll
   for (int i = 0; i < 4; i++) pairs[i] = multiply_pair(pairs[i], scale);
 }
 
-DEVICE u32 decode_scale(u32 scales, int index) { return spread_byte(scales, index) * 16u + 0x76007600u; }
+constexpr u32 SCALE_BASE = 0x70007000u;  // 2^97: exponent bits that all scales share
 
-// One step. codes: row g, its lower and upper 32 columns, then row g + 8; scales in the same order.
+DEVICE u32 decode_scale(u32 scales, int index) { return spread_byte(scales, index) * 16u + SCALE_BASE; }
+
+// Row g, its lower and upper 32 columns, then row g + 8, as bf16 pairs. scales: bytes of row g from bits 4 and 20, those of
+// row g + 8 from bits 12 and 28.
+struct Decoded {
+  u32 top_lower[4], top_upper[4], bottom_lower[4], bottom_upper[4];
+};
+DEVICE Decoded decode_step(const Words& codes, u32 scales) {
+  const u32 top = mask_or(scales, 0x0ff00ff0u, SCALE_BASE), bottom = mask_or(rotate_left(scales, 24), 0x0ff00ff0u, SCALE_BASE);
+  Decoded d;
+  decode_eight<0>(codes.x, codes.y, twice_lower(top), d.top_lower);
+  decode_eight<1>(codes.x, codes.y, twice_upper(top), d.top_upper);
+  decode_eight<0>(codes.z, codes.w, twice_lower(bottom), d.bottom_lower);
+  decode_eight<1>(codes.z, codes.w, twice_upper(bottom), d.bottom_upper);
+  return d;
+}
+
+// One step; lower, upper: this lane's columns of a row of the 8-wide operand.
 DEVICE void expert_step(float (&even)[4], float (&odd)[4], const Words& codes, u32 scales, const Words& lower, const Words& upper) {
-  u32 top[4], bottom[4];
-  decode_eight(codes.x, decode_scale(scales, 0), top);
-  decode_eight(codes.z, decode_scale(scales, 2), bottom);
-  matrix_step(even, top[0], bottom[0], top[1], bottom[1], lower.x, lower.y);
-  matrix_step(odd, top[2], bottom[2], top[3], bottom[3], lower.z, lower.w);
-  decode_eight(codes.y, decode_scale(scales, 1), top);
-  decode_eight(codes.w, decode_scale(scales, 3), bottom);
-  matrix_step(even, top[0], bottom[0], top[1], bottom[1], upper.x, upper.y);
-  matrix_step(odd, top[2], bottom[2], top[3], bottom[3], upper.z, upper.w);
+  const Decoded d = decode_step(codes, scales);
+  matrix_step(even, d.top_lower[0], d.bottom_lower[0], d.top_lower[1], d.bottom_lower[1], lower.x, lower.y);
+  matrix_step(odd, d.top_lower[2], d.bottom_lower[2], d.top_lower[3], d.bottom_lower[3], lower.z, lower.w);
+  matrix_step(even, d.top_upper[0], d.bottom_upper[0], d.top_upper[1], d.bottom_upper[1], upper.x, upper.y);
+  matrix_step(odd, d.top_upper[2], d.bottom_upper[2], d.top_upper[3], d.bottom_upper[3], upper.z, upper.w);
 }
 
 // Zero beyond the last column: the weight is zero there, but zero times NaN is not. No branch around the load.
@@ -78,8 +113,11 @@ template <int EXPERT_COUNT, int CHOICES, int MOST_ROWS, int MOST_PAIRS, int BLOC
     return n;
   }
 
-  // Returns the number of entries. The caller synchronises before the list is read.
-  DEVICE int build(const long long* ids, int rows) {
+  // MORE threads wait for the entries alone.
+  template <int MORE> static DEVICE void sync_entries() { named_barrier_sync(MORE > 0 ? 14 : 15, BLOCK_THREADS + MORE); }
+
+  // Returns the number of entries, which may be read afterwards. The caller synchronises before pairs are read.
+  template <int MORE = 0> DEVICE int build(const long long* ids, int rows) {
     if constexpr (MOST_ROWS == 1) {  // every choice is an entry
       static_assert(CHOICES <= BLOCK_THREADS, "list");
       const int j = threadIdx.x;
@@ -90,6 +128,7 @@ template <int EXPERT_COUNT, int CHOICES, int MOST_ROWS, int MOST_PAIRS, int BLOC
         pair[j * MOST_PAIRS] = j;
       }
       if (j == 0) number = CHOICES;
+      sync_entries<MORE>();
       return CHOICES;
     }
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pairs = rows * CHOICES;
@@ -136,7 +175,7 @@ template <int EXPERT_COUNT, int CHOICES, int MOST_ROWS, int MOST_PAIRS, int BLOC
       first[e] = at;
       for (int left = routed(e); left > 0; left -= MOST_PAIRS, at++) entries[at] = e | min(left, MOST_PAIRS) << 16;
     }
-    sync();
+    sync_entries<MORE>();
 #pragma unroll
     for (int i = 0; i < HELD; i++) {
       const int p = threadIdx.x + i * BLOCK_THREADS, row = p / CHOICES;
@@ -151,6 +190,34 @@ template <int EXPERT_COUNT, int CHOICES, int MOST_ROWS, int MOST_PAIRS, int BLOC
       pair[(first[mine[i]] + place / MOST_PAIRS) * MOST_PAIRS + place % MOST_PAIRS] = p;
     }
     return all;
+  }
+};
+
+// What a block does of UNITS units for each entry of the list: a run of neighbours, or every so-manieth as there are blocks.
+template <int UNITS, bool NEIGHBOURS> struct BlockUnits {
+  int entry, unit, left;
+
+  DEVICE BlockUnits(int entries) {
+    const u32 all = entries * UNITS;
+    u32 first = blockIdx.x;
+    if (NEIGHBOURS) {
+      const u32 each = all / gridDim.x, more = all - each * gridDim.x;
+      left = each + (first < more);
+      first = first * each + (first < more ? first : more);
+    } else {
+      left = all > first ? (all - first - 1) / gridDim.x + 1 : 0;
+    }
+    entry = first / UNITS;
+    unit = first % UNITS;
+  }
+  DEVICE void advance() {
+    left--;
+    unit += NEIGHBOURS ? 1 : gridDim.x % UNITS;
+    if (!NEIGHBOURS) entry += gridDim.x / UNITS;
+    if (unit >= UNITS) {
+      unit -= UNITS;
+      entry++;
+    }
   }
 };
 

@@ -4,12 +4,12 @@
 // A lane (g, t) owns columns 8t .. 8t + 7 of each 32-column step of weight row g, in every format. A unit is what is
 // stored together: one step, or two in NVFP4: the codes of all its rows, then the rows' scales, padded to 16 bytes.
 //
-// E4M3 becomes bf16 by moving bits: the sign to the sign, the others to the lowest exponent bits and the highest mantissa
-// bits, which is code * 2^-120; multiplying by a power of two is exact. So every product with x is the one that the
-// decoded float32 weight gives, but for scales that are not powers of two: those multiply float32 sums, except NVFP4's,
-// whose product with a code has at most 6 significant bits.
-#pragma once
+// Every product with x is the one that the decoded float32 weight gives, but for scales that are not powers of two: those
+// multiply float32 sums, except NVFP4's, whose product with a code has at most 6 significant bits.
+//
+// No #pragma once: linear_pair.cu includes this for each of its matrices, in a namespace of its own.
 
+#include "e4m3.cuh"
 #include "experts.cuh"
 
 // FORMAT  one of these numbers
@@ -63,26 +63,20 @@ DEVICE Codes load_codes(const u8* unit, int rows, int row, int t) {
   return c;
 }
 
-// Four E4M3 codes of a word times a power of two. Columns 0 and 1 lie where they belong; 2 and 3 in the bits between, which
-// hold no second field of eight, so those come in two moves.
-DEVICE void decode_four(u32 codes, u32 power, u32& first, u32& second) {
-  first = multiply_pair(codes & 0x87f087f0u, power);
-  second = multiply_pair(((codes << 4) & 0x80f080f0u) | ((codes >> 4) & 0x07000700u), power);
-}
-
 // The 8 columns of this lane in a step of the unit, as bf16 pairs.
 DEVICE Words decode(const Codes& c, int step, int t) {
   if constexpr (FORMAT == BF16) {
     return c.words;
   } else if constexpr (FORMAT == NVFP4) {
     u32 pairs[4];
-    decode_eight(step == 0 ? c.words.x : c.words.y, decode_scale(c.scale, step * 2 + t / 2), pairs);
+    const u32 scale = decode_scale(c.scale, step * 2 + t / 2);
+    if (step == 0)
+      decode_eight<0>(c.words.x, c.words.y, scale, pairs);
+    else
+      decode_eight<1>(c.words.x, c.words.y, scale, pairs);
     return Words{pairs[0], pairs[1], pairs[2], pairs[3]};
   } else {
-    Words v;
-    const u32 power = FORMAT == MXFP8 ? c.scale * 0x00800080u : 0x7b807b80u;  // 2^120; a stored power has it already
-    decode_four(c.words.x, power, v.x, v.y);
-    decode_four(c.words.y, power, v.z, v.w);
-    return v;
+    const u32 power = FORMAT == MXFP8 ? c.scale * 0x00800080u : E4M3_POWER;  // a stored power has it already
+    return decode_e4m3(c.words.x, c.words.y, power);
   }
 }

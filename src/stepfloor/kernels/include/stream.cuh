@@ -187,8 +187,33 @@ DEVICE void named_barrier_sync(int id, int threads) { asm volatile("bar.sync %0,
 
 DEVICE u32 rotate_left(u32 word, int bits) { return __funnelshift_l(word, word, bits); }
 
+// Bits of `a` where the mask has ones, of `b` elsewhere; bits of the mask in `a`, and those of `b`. In C++ they are two
+// operations more often than one.
+DEVICE u32 select_bits(u32 a, u32 b, u32 mask) {
+  u32 v;
+  asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(v) : "r"(a), "r"(b), "r"(mask));
+  return v;
+}
+DEVICE u32 mask_or(u32 a, u32 mask, u32 b) {
+  u32 v;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(v) : "r"(a), "r"(mask), "r"(b));
+  return v;
+}
+
 // Byte `index` of a word in both halves, zero-extended.
 DEVICE u32 spread_byte(u32 word, int index) { return __byte_perm(word, 0, index * 0x0101 + 0x4040); }
+
+// One half of a pair in both; as an operand of multiply_pair it costs nothing.
+DEVICE u32 twice_lower(u32 pair) {
+  u32 v;
+  asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {low, low};}" : "=r"(v) : "r"(pair));
+  return v;
+}
+DEVICE u32 twice_upper(u32 pair) {
+  u32 v;
+  asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {high, high};}" : "=r"(v) : "r"(pair));
+  return v;
+}
 
 // c[16, 8] += a[16, 16] b[16, 8], bf16 operands. Lane (g, t) = (lane / 4, lane % 4): a0, a2 hold row g, a1, a3 row g + 8;
 // b0, b1 hold column g; c[0..1] are row g, columns 2t and 2t + 1, c[2..3] the same of row g + 8.

@@ -52,7 +52,11 @@ def _as_released(case: WeightFormats) -> WeightFormats:
     )
 
 
-MIXES: dict[str, WeightFormats] = {name: _as_released(case) for name, case in CASES.items()}
+# fp8: the official FP8 release, whose dense matrices and heads are bf16
+MIXES: dict[str, WeightFormats] = {
+    **{name: _as_released(case) for name, case in CASES.items()},
+    "fp8": WeightFormats("fp8_block", mtp_experts="fp8_block"),
+}
 
 
 @dataclass(frozen=True, slots=True)
