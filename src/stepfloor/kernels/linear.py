@@ -51,9 +51,10 @@ class Variant:
     """A kernel for a range of row counts; all variants of a plan give a row the same bits.
 
     tiles        tiles of x rows; tall  whether a tile has 16 rows or 8
-    stage_steps  steps of a stage of the group and spread kernels, 0 for the ring kernel; stages  in shared memory
+    stage_steps  steps of a stage of the group, spread and share kernels, 0 for the ring; stages  in shared memory
     together     passes that a warp of the spread kernel takes at a time, 0 for the others; buffers  of its sums
-    clusters     of the spread kernel, 0 for as many as the plan's multiprocessors hold
+    clusters     of the spread and share kernels, 0 for as many as the plan's multiprocessors hold
+    warpgroups   of the share kernel, 64 weight rows of a cluster each; 0 for the others
     """
 
     tiles: int
@@ -63,6 +64,17 @@ class Variant:
     together: int = 0
     buffers: int = 1
     clusters: int = 0
+    warpgroups: int = 0
+
+    @property
+    def form(self) -> int:
+        """The FORM of `linear.cu`: 0 ring, 1 group, 2 spread, 3 share."""
+        return 3 if self.warpgroups else 2 if self.together else int(self.stage_steps > 0)
+
+    @property
+    def across_blocks(self) -> bool:
+        """Whether the slices of a value lie in the eight blocks of a cluster: spread and share."""
+        return self.form >= 2
 
     @property
     def max_rows(self) -> int:
@@ -213,15 +225,16 @@ def plan_stream(
 
 
 def choose_variant(plan: StreamPlan, rows: int, warpgroups: bool = True) -> Variant:
-    """The kernel for this many rows of x; warpgroups: whether the GPU has the instructions of the group kernel."""
+    """The kernel for this many rows of x; warpgroups: whether the GPU has what group and share need."""
     if rows <= 8:
         return Variant(1, False)
     tiles = min(-(-rows // 16), MAX_ROWS // 16)
     if tiles == 1:
         return Variant(1, True)
-    group = group_variant(plan, tiles) if warpgroups else None
-    if group is not None:
-        return group
+    if warpgroups:
+        grouped = group_variant(plan, tiles) or share_variant(plan, tiles)
+        if grouped is not None:
+            return grouped
     spread = spread_variant(plan, tiles)
     if spread is not None:
         return spread
@@ -276,8 +289,47 @@ def spread_variant(plan: StreamPlan, tiles: int) -> Variant | None:
     return None
 
 
+def share_variant(
+    plan: StreamPlan, tiles: int, clusters: int = 0, stage_steps: int | None = None, stages: int | None = None
+) -> Variant | None:
+    """The share kernel for this many tiles of x rows, or None where the plan does not suit it.
+
+    stage_steps, stages  None for copies of up to 2560 bytes, and as many stages as fit
+    13 warps have 128 registers a thread; 17 would have 96, less than sums of four tiles and a decoded stage take.
+    Beside sums of five tiles there is room for two decoded steps.
+    """
+    if plan.split > 1 or plan.slices < WARPS or plan.format == "fp8_block":
+        return None
+    slot_bytes = plan.unit_bytes(plan.pass_rows) // plan.coding.unit  # of a step
+    if stage_steps is None:
+        most = min(4 if tiles <= 4 else 2, 2560 // slot_bytes)
+        stage_steps = largest_divisor(plan.chunk_steps, most, plan.coding.unit)
+    variant = Variant(tiles, True, stage_steps, clusters=clusters)
+    warpgroups = -(-share_passes(plan, variant) * plan.pass_rows // 64)
+    if warpgroups > 3:
+        return None
+    variant = replace(variant, warpgroups=warpgroups)
+    empty = share_bytes(plan, variant)
+    fit = (SHARED_LIMIT - empty) // (share_bytes(plan, replace(variant, stages=1)) - empty)
+    stages = min(plan.steps // stage_steps, fit, stages or fit)
+    # fewer would not keep the memory busy
+    return replace(variant, stages=stages) if stages >= min(3, plan.steps // stage_steps) else None
+
+
+def share_passes(plan: StreamPlan, variant: Variant) -> int:
+    """Passes of a cluster of the spread and share kernels."""
+    return -(-plan.groups * plan.passes // spread_clusters(plan, variant))
+
+
+def share_bytes(plan: StreamPlan, variant: Variant) -> int:
+    """Shared memory of a block of the share kernel: x, later the sums, then the stages and their barriers."""
+    x = max(plan.steps * 64, (variant.warpgroups * 64 + 4) * 4) * variant.max_rows
+    slot = variant.stage_steps // plan.coding.unit * plan.unit_bytes(plan.pass_rows)
+    return x + variant.stages * (share_passes(plan, variant) * slot + 16)
+
+
 def spread_clusters(plan: StreamPlan, variant: Variant) -> int:
-    """Clusters of the spread kernel, a block for each slice."""
+    """Clusters of the spread and share kernels, a block for each slice."""
     return variant.clusters or max(1, plan.blocks // WARPS)
 
 
@@ -287,10 +339,23 @@ def fit_variant(plan: StreamPlan, variant: Variant, device: torch.device, cache_
 
     132 multiprocessors hold 16 clusters of 8 blocks, but an H200 runs 15: those of a cluster lie in one part of it.
     """
-    if variant.together == 0:
+    if not variant.across_blocks:
         return variant
     at_once = launch_for(plan, variant, device, cache_dir).clusters_at_once
-    return variant if at_once >= spread_clusters(plan, variant) else replace(variant, clusters=max(1, at_once))
+    if at_once >= spread_clusters(plan, variant):
+        return variant
+    return with_clusters(plan, variant, max(1, at_once))
+
+
+def with_clusters(plan: StreamPlan, variant: Variant, clusters: int) -> Variant:
+    """The spread or share kernel with so many clusters; spread where that is too many weight rows for share."""
+    if variant.form == 2:
+        return replace(variant, clusters=clusters)
+    larger = share_variant(plan, variant.tiles, clusters, variant.stage_steps, variant.stages)
+    spread = spread_variant(plan, variant.tiles)
+    if larger is None and spread is not None:
+        return replace(spread, clusters=clusters)
+    return larger or Variant(1, True)
 
 
 def spread_bytes(plan: StreamPlan, variant: Variant) -> int:
@@ -328,15 +393,14 @@ def launch_for(
 ) -> Launch:
     """The compiled kernel, once a process: plans are few and modules are not unloaded."""
     cubin = compile_cuda("linear.cu", kernel_macros(plan, variant), device_arch(device), cache_dir)
-    spread = variant.together > 0
     return Launch(
         cubin,
         "linear_kernel",
         device,
-        spread_clusters(plan, variant) * WARPS if spread else plan.blocks,
+        spread_clusters(plan, variant) * WARPS if variant.across_blocks else plan.blocks,
         block_threads(variant),
         shared_bytes(plan, variant),
-        cluster=WARPS if spread else plan.split,
+        cluster=WARPS if variant.across_blocks else plan.split,
         dependent=dependent,
     )
 
@@ -349,21 +413,22 @@ def kernel_macros(plan: StreamPlan, variant: Variant) -> dict[str, int]:
         "TALL": int(variant.tall),
         "BATCH": batch_steps(plan, variant),
         "FLUSH": plan.grain,
-        "FORM": 2 if variant.together else int(variant.stage_steps > 0),
+        "FORM": variant.form,
         "STAGE_STEPS": max(1, variant.stage_steps),
         "STAGES": variant.stages,
         "TOGETHER": max(1, variant.together),
         "CLUSTERS": spread_clusters(plan, variant),
         "BUFFERS": variant.buffers,
+        "WARPGROUPS": variant.warpgroups,
         "PER_SM": blocks_per_multiprocessor(plan, variant),
     }
 
 
 def block_threads(variant: Variant) -> int:
-    """Threads of a block: the group kernel has more warps, that copy."""
-    if variant.stage_steps == 0 or variant.together:
-        return WARPS * 32
-    return (WARPS + copying_warps(variant.tiles)) * 32
+    """Threads of a block: the group and share kernels have more warps, that copy."""
+    if variant.form == 3:
+        return variant.warpgroups * 128 + 32
+    return (WARPS + (copying_warps(variant.tiles) if variant.form == 1 else 0)) * 32
 
 
 def copying_warps(tiles: int) -> int:
@@ -393,10 +458,8 @@ def blocks_per_multiprocessor(plan: StreamPlan, variant: Variant) -> int:
 
 def shared_bytes(plan: StreamPlan, variant: Variant) -> int:
     """Dynamic shared memory of a block, as `linear.cu` lays it out."""
-    if variant.together:
-        return spread_bytes(plan, variant)
-    if variant.stage_steps:
-        return group_bytes(plan, variant)
+    if variant.form > 0:
+        return (group_bytes, spread_bytes, share_bytes)[variant.form - 1](plan, variant)
     tile_rows = 16 if variant.tall else 8
     reduce_passes = 1 if plan.passes == 1 else max(1, (16 if variant.tall else 32) // plan.pass_rows)
     widths = reduce_passes * -(-plan.pass_rows // 8)

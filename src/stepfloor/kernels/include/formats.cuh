@@ -33,9 +33,11 @@ struct Codes {
   u32 scale;
 };
 
-// unit: shared address; rows: weight rows of the unit; row: this lane's
+// unit: shared address; rows: weight rows of the unit; row: this lane's. Rows past the last one repeat it: behind the unit lies
+// what another copy may be writing.
 DEVICE Codes load_codes(u32 unit, int rows, int row, int t) {
   Codes c;
+  row = min(row, rows - 1);
   if constexpr (FORMAT == BF16) {
     c.words = load_shared(unit + row * 64 + t * 16);
   } else {
