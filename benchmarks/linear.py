@@ -177,14 +177,14 @@ def main() -> int:
         "torch": torch.__version__,
         "read_bytes_per_s": reads,
     }
-    line |= {"passed": sorted(passed), "failed": sorted(set(FAMILIES) - passed), "broken": broken}
+    line |= {"passed": sorted(passed), "failed": sorted(set(options.families) - passed), "broken": broken}
     line |= {"best": best, "dense_bytes_per_s": dense, "chain": chain}
     if options.json is not None:
         options.json.write_text(json.dumps(line | {"rows": table}, indent=1))
     kept = ("cuBLAS", "default")
     us = {f"{r['shape']}/{r['format']}/{r['rows']}/{r['kernel']}": r["us"] for r in table if r["kernel"] in kept}
     say(json.dumps(line | {"us": us}, separators=(",", ":")))
-    return int(len(passed) < len(FAMILIES) or bool(broken))
+    return int(len(passed) < len(options.families) or bool(broken))
 
 
 def parse() -> argparse.Namespace:
@@ -201,6 +201,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--commit", help="what was checked out, where git cannot say")
     parser.add_argument("--no-chain", dest="chain", action="store_false")
     parser.add_argument("--limit-s", type=int, default=420, help="give up with a traceback after this long")
+    parser.add_argument("--families", type=lambda s: s.split(","), default=list(FAMILIES), help="check and time these")
     parser.add_argument("--check", choices=FAMILIES, help="check one family only, here")
     options = parser.parse_args()
     options.shapes = options.shapes or list(QUICK_SHAPES if options.quick else SHAPES)
@@ -304,13 +305,11 @@ def other_variants(plan: StreamPlan, rows: int, chosen: Variant, quick: bool) ->
         if rows > 16:
             found["spread, 2 buffers"] = replace(spread, buffers=2, stages=max(2, spread.stages // 2))
             found["spread, 1 buffer"] = replace(spread, buffers=1)
-    share = share_variant(plan, tiles) if rows > 16 else None
+    share = share_variant(plan, tiles)
     if share is not None:
+        found["ring" if rows <= 16 else "tiles of 16"] = Variant(1, True)
         found["share"] = share
-        found["share, short stages"] = share_variant(plan, tiles, stage_steps=plan.coding.unit) or share
-        found["share, whole pieces"] = share_variant(plan, tiles, stage_steps=plan.chunk_steps) or share
-        if share.stages > 3:
-            found["share, 3 stages"] = replace(share, stages=3)
+        found["share, half the stages"] = replace(share, stages=max(1, share.stages // 2))
     if rows > 16:
         found["tiles of 16"] = Variant(1, True)
         if plan.passes == 1 and plan.format != "fp8_block":
@@ -364,10 +363,10 @@ def checked_plans(family: str, quick: bool, device: torch.device) -> list[tuple[
                 found.append((p, [tall, *dict.fromkeys(variants)]))
         return found
     if family.endswith("share"):
-        # as many clusters as the plan asks for, and fewer: passes of a cluster, and where they end, depend on it
+        # fewer clusters too: which rows of the plan's blocks a cluster has depends on it
         shared = {
-            p: [share_variant(p, tiles, clusters) for tiles in (2, 3, 4, 5) for clusters in (0, 13, 15)]
-            + [v for v in other_variants(p, 64, tall, quick).values() if v.form == 3]
+            p: [share_variant(p, tiles, clusters) for tiles in (1, 2, 3, 4, 5) for clusters in (0, 14)]
+            + [v for rows in (16, 64) for v in other_variants(p, rows, tall, quick).values() if v.form == 3]
             for p in (defaults if quick else every)
         }
         return [
@@ -403,7 +402,7 @@ def compile_all(shapes: dict[str, tuple[int, int]], options: argparse.Namespace,
             for rows in options.rows:
                 found = candidates(n, k, rows, device, format_name, options.quick)
                 wanted |= {(c.plan, c.variant) for c in found}
-    for family in FAMILIES:
+    for family in options.families:
         wanted |= {(p, v) for p, variants in checked_plans(family, options.quick, device) for v in variants}
     for format_name in options.formats:
         wanted.add((dense_plan(format_name, device), None))
@@ -439,7 +438,7 @@ def check_all(options: argparse.Namespace) -> set[str]:
     command += [*(["--quick"] if options.quick else []), "--check"]
     running = {
         family: subprocess.Popen([*command, family], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for family in FAMILIES
+        for family in options.families
     }
     passed: set[str] = set()
     allowed = 45 if options.quick else 150

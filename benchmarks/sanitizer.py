@@ -78,7 +78,7 @@ def dense(device: str) -> Iterator[Case]:
     """Streamed products and hyper-connections, every format, the kernels of several row counts."""
     on_gpu = device != "cpu"
     for name in ("bf16", "fp8_channel", "fp8_block", "mxfp8", "nvfp4"):
-        for n, k in ((251, 64), (385, 256), (5301, 640), (336, 8192)):
+        for n, k in ((251, 64), (385, 256), (5301, 640), (1100, 1280), (336, 8192)):
             for rows in (*ROWS, 37):
                 inputs = linear_inputs(rows, n, k, name, BF16, device)
                 weight = inputs["weights"][0]  # type: ignore[index]

@@ -5,8 +5,8 @@
 //
 // A step is 32 columns. Lane (g, t) owns 8 consecutive ones, 8t .. 8t + 7, of weight row g and of rows g and g + 8 of x:
 // one 16-byte read of each feeds two matrix steps. Which column is called k inside a step does not matter as long as
-// both operands agree. Weight rows past the last one of a piece are read as whatever lies there: they spoil columns of
-// the sums that nobody stores.
+// both operands agree. Weight rows past the last one of a piece repeat it: they spoil columns of the sums that nobody
+// stores.
 //
 // The order of a value's sum is the same in every kernel here, whatever the number of rows: inside a slice of STEPS steps
 // the lower and the upper half of each 32 columns in step order, their sum, then the slices in order from zero. With a scale
@@ -100,7 +100,7 @@ constexpr int REDUCE_ROWS = REDUCE_PASSES * PASS_ROWS;
 constexpr int REDUCE_WIDTHS = REDUCE_PASSES * WIDTHS;
 constexpr int PITCH = (REDUCE_WIDTHS + (REDUCE_WIDTHS % 2 == 0)) * 8;  // 8 or 24 modulo 32 floats: no bank conflict
 constexpr int REDUCE_BUFFERS = PASSES > REDUCE_PASSES || TILES > 1 ? 2 : 1;
-constexpr int RING_BYTES = WARPS * SLOTS * PIECE_BYTES + 512;  // 512: what idle lanes read past the last row
+constexpr int RING_BYTES = WARPS * SLOTS * PIECE_BYTES;
 constexpr int REDUCE_FLOATS = WARPS * TILE_ROWS * PITCH;
 constexpr int BLOCK_COLUMNS = (K + 127) / 128;
 // What a block needs of the scales: those of its rows, or the lines of blocks that its rows lie in.
@@ -304,82 +304,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) linear_kernel(cons
   }
 }
 
-#else
-// ------------------------------------------------------------------ what the other forms share
-
-constexpr int STAGE_UNITS = STAGE_STEPS / UNIT_STEPS;
-constexpr int PARTS = STEPS / STAGE_STEPS;  // stages of a slice
-constexpr int CHUNK_STAGES = CHUNK_STEPS / STAGE_STEPS;
-constexpr int SLOT_BYTES = STAGE_UNITS * unit_bytes(PASS_ROWS);  // of one pass
-constexpr int X_ROWS = TILES * 16;
-static_assert(SPLIT == 1 && STACKS == 1 && !BLOCK_SCALES && TALL, "plan");
-static_assert(CHUNK_STEPS % STAGE_STEPS == 0 && STAGE_STEPS % UNIT_STEPS == 0, "plan");
-
-// Where a stage of one pass of a warp's tape begins.
-DEVICE const u8* stage_on_tape(const u8* tape, int pass, int warp_index, int stage) {
-  const int unit = unit_bytes(pass == PASSES - 1 ? LAST_ROWS : PASS_ROWS);
-  const u64 piece = (u64)(stage / CHUNK_STAGES) * TAPES + warp_index;
-  return tape + (u64)pass * ((u64)TAPES * CHUNKS * PIECE_BYTES) + piece * (CHUNK_UNITS * unit) + stage % CHUNK_STAGES * (STAGE_UNITS * unit);
-}
-
-#if FORM != 2
-constexpr int X_STEP = X_ROWS * 64;  // the lower halves of each 8 columns, then the upper ones
-
-// Columns 8t .. 8t + 7 of a row go to four operands of 8 x 8, a pair of columns to each.
-DEVICE void store_operands(u32 step, int row, int t, const Words& words) {
-  const u32 place = step + row / 8 * 256 + row % 8 * 16 + t * 4;
-  store_shared_word(place, words.x);
-  store_shared_word(place + 128, words.y);
-  store_shared_word(place + X_STEP / 2, words.z);
-  store_shared_word(place + X_STEP / 2 + 128, words.w);
-}
-
-// One of a lane's two weight rows: its pass among those of a stage, its place there, and how many rows the pass has.
-struct Row {
-  int pass, inside, live;
-};
-
-// Starts a stage of this warpgroup's 64 weight rows times all rows of x, whose operands of the stage begin at x.
-DEVICE void multiply_stage(float (&even)[X_ROWS / 2], float (&odd)[X_ROWS / 2], u32 weights, const Row& r0, const Row& r1, u32 x, int t) {
-#pragma unroll
-  for (int unit = 0; unit < STAGE_UNITS; unit++) {
-    const Codes top = load_codes(weights + r0.pass * SLOT_BYTES + unit * unit_bytes(r0.live), r0.live, r0.inside, t);
-    const Codes bottom = load_codes(weights + r1.pass * SLOT_BYTES + unit * unit_bytes(r1.live), r1.live, r1.inside, t);
-#pragma unroll
-    for (int j = 0; j < UNIT_STEPS; j++) {
-      const Words u = decode(top, j, t), v = decode(bottom, j, t);
-      const u32 at = x + (unit * UNIT_STEPS + j) * X_STEP;
-      group_begin();
-      group_step<X_ROWS>(even, u.x, v.x, u.y, v.y, at);
-      group_step<X_ROWS>(odd, u.z, v.z, u.w, v.w, at + X_STEP / 2);
-      group_commit();
-    }
-  }
-}
-#endif
-
-#if FORM >= 2
-// The blocks of a cluster have a slice of the columns each, and the cluster a share of the passes.
-constexpr int BLOCKS = GROUPS;          // of the plan: how the tape is cut
-constexpr int TOTAL = GROUPS * PASSES;  // passes of all weight rows; pass p of block b is number p * BLOCKS + b
-constexpr int SHARE = (TOTAL + CLUSTERS - 1) / CLUSTERS;
-static_assert(SLICES == WARPS, "plan");
-
-// Four sums of all slices, in order, each slice from the block that has it.
-DEVICE void add_peers(float (&value)[4], const float* sums) {
-  float parts[SLICES][4];
-#pragma unroll
-  for (int slice = 0; slice < SLICES; slice++) load_peer_four(parts[slice], shared_address(sums), slice);
-#pragma unroll
-  for (int c = 0; c < 4; c++) value[c] = 0.f;
-#pragma unroll
-  for (int slice = 0; slice < SLICES; slice++)
-#pragma unroll
-    for (int c = 0; c < 4; c++) value[c] += parts[slice][c];
-}
-#endif
-
-#if FORM == 1
+#elif FORM == 1
 // ------------------------------------------------------------------ group: warpgroups share the rows
 
 // 128 weight rows at a time, 64 of a warpgroup, times all rows of x in one instruction: the decoded weights are its operand
@@ -387,14 +312,21 @@ DEVICE void add_peers(float (&value)[4], const float* sums) {
 // slices follow one another and close their sums where a warp of the ring kernel would. More warps fill the stages in turn:
 // x has to be rearranged on its way, and the fence behind that waits for everything a warp has under way.
 constexpr int CONSUMERS = WARPS, PRODUCERS = TILES <= 4 ? 8 : 4;  // sums of more rows take more than 128 registers
+constexpr int X_ROWS = TILES * 16;
 constexpr int PANEL_PASSES = 128 / PASS_ROWS;
 constexpr int PANELS = (PASSES + PANEL_PASSES - 1) / PANEL_PASSES;
+constexpr int PARTS = STEPS / STAGE_STEPS;  // stages of a slice
 constexpr int TURNS = PANELS * SLICES * PARTS;
+constexpr int CHUNK_STAGES = CHUNK_STEPS / STAGE_STEPS;
+constexpr int STAGE_UNITS = STAGE_STEPS / UNIT_STEPS;
+constexpr int SLOT_BYTES = STAGE_UNITS * unit_bytes(PASS_ROWS);  // of one pass
+constexpr int X_STEP = X_ROWS * 64;  // the lower halves of each 8 columns, then the upper ones
 constexpr int X_BYTES = STAGE_STEPS * X_STEP;
 constexpr int STAGE_BYTES = X_BYTES + PANEL_PASSES * SLOT_BYTES;
 constexpr int X_SHARE = X_ROWS * STAGE_STEPS / 8;  // reads of 16 bytes by each lane of a producer
 constexpr int X_BATCH = X_SHARE <= 16 ? X_SHARE : X_SHARE / 2;
-static_assert(PASS_ROWS % 8 == 0 && PASS_ROWS <= 64 && PANEL_PASSES <= 32 && X_SHARE % X_BATCH == 0, "plan");
+static_assert(SPLIT == 1 && STACKS == 1 && !BLOCK_SCALES && TALL && PASS_ROWS % 8 == 0 && PASS_ROWS <= 64, "plan");
+static_assert(CHUNK_STEPS % STAGE_STEPS == 0 && STAGE_STEPS % UNIT_STEPS == 0 && PANEL_PASSES <= 32 && X_SHARE % X_BATCH == 0, "plan");
 static_assert(STAGES >= PRODUCERS, "a producer waits for one reading of its slot: it must not be two ahead");
 
 // Lane i copies the stage of one pass.
@@ -405,10 +337,13 @@ DEVICE void request_weights(const Arguments& a, u32 to, u32 full, int turn, int 
   if (lane == 0) barrier_expect(full, live * SLOT_BYTES - missing);
   __syncwarp();
   if (lane >= live) return;
-  const int bytes = STAGE_UNITS * unit_bytes(pass == PASSES - 1 ? LAST_ROWS : PASS_ROWS);
-  bulk_copy(to + lane * SLOT_BYTES, stage_on_tape(a.tape, pass, blockIdx.x * WARPS + slice, part), bytes, full, policy);
+  const int unit = unit_bytes(pass == PASSES - 1 ? LAST_ROWS : PASS_ROWS), bytes = STAGE_UNITS * unit;
+  const u64 piece = (u64)(part / CHUNK_STAGES) * TAPES + blockIdx.x * WARPS + slice;
+  const u8* from = a.tape + (u64)pass * ((u64)TAPES * CHUNKS * PIECE_BYTES) + piece * (CHUNK_UNITS * unit) + part % CHUNK_STAGES * bytes;
+  bulk_copy(to + lane * SLOT_BYTES, from, bytes, full, policy);
 }
 
+// Columns 8t .. 8t + 7 of a row go to four operands of 8 x 8, a pair of columns to each.
 DEVICE void copy_rows(const Arguments& a, u32 to, u32 full, int turn, int lane) {
   const int column = (turn / PARTS % SLICES * STEPS + turn % PARTS * STAGE_STEPS) * 32 + lane % 4 * 8;
 #pragma unroll 1
@@ -423,7 +358,11 @@ DEVICE void copy_rows(const Arguments& a, u32 to, u32 full, int turn, int lane) 
 #pragma unroll
     for (int i = 0; i < X_BATCH; i++) {
       const int at = (done + i) * 8 + lane / 4;
-      store_operands(to + at / X_ROWS * X_STEP, at % X_ROWS, lane % 4, words[i]);
+      const u32 place = to + at / X_ROWS * X_STEP + at % X_ROWS / 8 * 256 + at % 8 * 16 + lane % 4 * 4;
+      store_shared_word(place, words[i].x);
+      store_shared_word(place + 128, words[i].y);
+      store_shared_word(place + X_STEP / 2, words[i].z);
+      store_shared_word(place + X_STEP / 2 + 128, words[i].w);
     }
   }
   operands_stored();
@@ -435,7 +374,7 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + PRODUCERS) * 32, 1) li
   extern __shared__ __align__(128) u8 shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const u32 stages = shared_address(shared);
-  const u32 full = stages + STAGES * STAGE_BYTES + 512, empty = full + 8 * STAGES;  // 512: what lanes of dead rows read past the last one
+  const u32 full = stages + STAGES * STAGE_BYTES, empty = full + 8 * STAGES;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
       barrier_init(full + 8 * i, 2);  // weights and x
@@ -474,9 +413,22 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + PRODUCERS) * 32, 1) li
   for (int turn = 0; turn < TURNS; turn++) {
     const int slot = turn % STAGES, panel = turn / (SLICES * PARTS) * PANEL_PASSES;
     const int live_0 = panel + pass_0 == PASSES - 1 ? LAST_ROWS : PASS_ROWS, live_1 = panel + pass_1 == PASSES - 1 ? LAST_ROWS : PASS_ROWS;
-    const u32 rows = stages + slot * STAGE_BYTES;
+    const u32 rows = stages + slot * STAGE_BYTES, weights = rows + X_BYTES;
     barrier_wait(full + 8 * slot, turn / STAGES % 2);
-    multiply_stage(even, odd, rows + X_BYTES, Row{pass_0, inside_0, live_0}, Row{pass_1, inside_1, live_1}, rows, t);
+#pragma unroll
+    for (int unit = 0; unit < STAGE_UNITS; unit++) {
+      const Codes top = load_codes(weights + pass_0 * SLOT_BYTES + unit * unit_bytes(live_0), live_0, inside_0, t);
+      const Codes bottom = load_codes(weights + pass_1 * SLOT_BYTES + unit * unit_bytes(live_1), live_1, inside_1, t);
+#pragma unroll
+      for (int j = 0; j < UNIT_STEPS; j++) {
+        const Words u = decode(top, j, t), v = decode(bottom, j, t);
+        const u32 at = rows + (unit * UNIT_STEPS + j) * X_STEP;
+        group_begin();
+        group_step<X_ROWS>(even, u.x, v.x, u.y, v.y, at);
+        group_step<X_ROWS>(odd, u.z, v.z, u.w, v.w, at + X_STEP / 2);
+        group_commit();
+      }
+    }
     group_wait();
     __syncwarp();
     if (lane == 0) barrier_arrive(empty + 8 * slot);
@@ -511,6 +463,9 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + PRODUCERS) * 32, 1) li
 // A block has the columns of one slice: it reads x once, and a fragment of x from shared memory feeds all weight rows that a
 // warp takes together, a decoded fragment of weights all rows of x. Warps go their own ways between two exchanges, one each
 // ROUND passes, where the blocks of a cluster add up the slices of a share of the values.
+constexpr int BLOCKS = GROUPS;          // of the plan: how the tape is cut
+constexpr int TOTAL = GROUPS * PASSES;  // passes of all weight rows; pass p of block b is number p * BLOCKS + b
+constexpr int SHARE = (TOTAL + CLUSTERS - 1) / CLUSTERS;
 constexpr int ROUND = WARPS * TOGETHER;
 constexpr int ROUNDS = (SHARE + ROUND - 1) / ROUND;
 constexpr int SPREAD_WIDTHS = TOGETHER * WIDTHS;
@@ -518,11 +473,16 @@ constexpr int X_BYTES = TILES * STEPS * 1024;  // x as fragments: what a lane ne
 constexpr int LANE_ITEMS = (TILES * STEPS + WARPS - 1) / WARPS;
 constexpr int X_BATCH = LANE_ITEMS <= 12 ? LANE_ITEMS : (LANE_ITEMS + 1) / 2;
 constexpr int SUMS_PITCH = WARPS * SPREAD_WIDTHS * 8 + 8;  // 8 modulo 32 floats: no bank conflict
-constexpr int SUMS_FLOATS = X_ROWS * SUMS_PITCH;
+constexpr int SUMS_FLOATS = TILES * 16 * SUMS_PITCH;
+constexpr int STAGE_UNITS = STAGE_STEPS / UNIT_STEPS;
+constexpr int PASS_STAGES = STEPS / STAGE_STEPS;  // stages of a round
+constexpr int CHUNK_STAGES = CHUNK_STEPS / STAGE_STEPS;
+constexpr int SLOT_BYTES = STAGE_UNITS * unit_bytes(PASS_ROWS);  // of one pass
 constexpr int STAGE_BYTES = TOGETHER * SLOT_BYTES;
 constexpr int COPIES = (SLOT_BYTES / 16 + 31) / 32;  // of a lane
 constexpr int QUADS = ROUND * WIDTHS * 2;          // fours of weight rows of a round
-static_assert(STAGES >= 2, "plan");
+static_assert(SPLIT == 1 && STACKS == 1 && SLICES == WARPS && !BLOCK_SCALES && TALL, "plan");
+static_assert(CHUNK_STEPS % STAGE_STEPS == 0 && STAGE_STEPS % UNIT_STEPS == 0 && STAGES >= 2, "plan");
 
 // The passes a warp takes together, stage by stage, through STAGES stages of its own.
 struct Stages {
@@ -538,21 +498,23 @@ struct Stages {
       for (int i = 0; i < TOGETHER; i++) {
         const int number = first + round * ROUND + i * WARPS + warp, pass = number / BLOCKS, block = number % BLOCKS;
         if (number >= end) break;
-        const int bytes = STAGE_UNITS * unit_bytes(pass == PASSES - 1 ? LAST_ROWS : PASS_ROWS);
-        const u8* from = stage_on_tape(tape, pass, block * WARPS + slice, stage) + lane * 16;
+        const int unit = unit_bytes(pass == PASSES - 1 ? LAST_ROWS : PASS_ROWS), bytes = STAGE_UNITS * unit;
+        const u64 piece = (u64)(stage / CHUNK_STAGES) * TAPES + block * WARPS + slice;
+        const u8* from = tape + (u64)pass * ((u64)TAPES * CHUNKS * PIECE_BYTES) + piece * (CHUNK_UNITS * unit) +
+                         stage % CHUNK_STAGES * bytes + lane * 16;
         const u32 to = buffer + slot * STAGE_BYTES + i * SLOT_BYTES + lane * 16;
 #pragma unroll
         for (int c = 0; c < COPIES; c++)
           if (lane * 16 + c * 512 < bytes) copy16_streamed(to + c * 512, from + c * 512, policy);
       }
-      if (++stage == PARTS) stage = 0, round++;
+      if (++stage == PASS_STAGES) stage = 0, round++;
       if (++slot == STAGES) slot = 0;
     }
     copies_commit();
   }
 };
 
-// Adds the slices of this block's share of a round's values.
+// Adds the slices of this block's share of a round's values, in order, each from the block that has it.
 DEVICE void add_slices(const Arguments& a, const float* sums, int rank, int round, int first, int end) {
   for (int e = rank * THREADS + threadIdx.x; e < a.rows * QUADS; e += SLICES * THREADS) {
     const int m = e / QUADS, column = e % QUADS * 4;
@@ -560,8 +522,14 @@ DEVICE void add_slices(const Arguments& a, const float* sums, int rank, int roun
     const int pass = number / BLOCKS, block = number % BLOCKS, inside = column % (WIDTHS * 8);
     const int live = pass == PASSES - 1 ? LAST_ROWS : PASS_ROWS;
     if (number >= end || inside >= live) continue;
-    float value[4];
-    add_peers(value, sums + m * SUMS_PITCH + column);
+    float parts[SLICES][4], value[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+    for (int slice = 0; slice < SLICES; slice++)
+      load_peer_four(parts[slice], shared_address(sums + m * SUMS_PITCH + column), slice);
+#pragma unroll
+    for (int slice = 0; slice < SLICES; slice++)
+#pragma unroll
+      for (int c = 0; c < 4; c++) value[c] += parts[slice][c];
 #pragma unroll
     for (int c = 0; c < 4; c++) {
       const int row = block * ROWS + pass * PASS_ROWS + inside + c;
@@ -576,7 +544,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) linear_kernel(cons
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int rank = blockIdx.x % SLICES, first = blockIdx.x / SLICES * SHARE, end = min(first + SHARE, TOTAL);
   const u32 x_items = shared_address(shared), ring = x_items + X_BYTES;
-  float* sums = (float*)(shared + X_BYTES + WARPS * STAGES * STAGE_BYTES + 512);  // 512: what idle lanes read past the last row
+  float* sums = (float*)(shared + X_BYTES + WARPS * STAGES * STAGE_BYTES);
   Stages stages{a.tape, ring + warp * STAGES * STAGE_BYTES, first, end, rank, warp, lane, 0, 0, 0, evict_first_policy()};
   for (int i = 0; i < STAGES - 1; i++) stages.request();  // weights first: they do not depend on the kernel before
   launch_dependents();
@@ -613,7 +581,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) linear_kernel(cons
 #pragma unroll
     for (int i = 0; i < TOGETHER; i++) live[i] = (number + i * WARPS) / BLOCKS == PASSES - 1 ? LAST_ROWS : PASS_ROWS;
 #pragma unroll 1
-    for (int stage = 0; stage < PARTS; stage++) {
+    for (int stage = 0; stage < PASS_STAGES; stage++) {
       copies_wait<STAGES - 2>();
       __syncwarp();  // what other lanes copied is here, and nobody reads the stage that is requested now
       stages.request();
@@ -676,135 +644,159 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) linear_kernel(cons
 }
 
 #else
-// ------------------------------------------------------------------ share: spread, the rows of a cluster by warpgroups
+// ------------------------------------------------------------------ share: the rows of a cluster by warpgroups, slices in its blocks
 
-// A block has the columns of one slice and all weight rows of its cluster, 64 for each of its warpgroups: their sums stay in
-// registers, the slice of x lies in shared memory as operands, and the weights come by, a stage of all rows at a time, copied
-// by one more warp. Where a pass ends inside of a warpgroup does not matter: a lane looks for each of its rows by itself. The
-// sums then take the place of x, and the blocks of the cluster add up the slices, once.
-constexpr int CONSUMERS = WARPGROUPS * 4;
-constexpr int SHARE_THREADS = (CONSUMERS + 1) * 32;
-constexpr int STAGE_BYTES = SHARE * SLOT_BYTES;
-constexpr int X_STRIDE = CONSUMERS / 2;  // two warps read a step of x: half of the rows, 8 at a time, every X_STRIDE-th step
+// A block has the columns of one slice and the weight rows of its cluster, 64 of each warpgroup. The slice of x lies in shared
+// memory as operands; the weights go from memory to the registers in which they are operands, STAGES stages of them on the
+// way, and a lane finds its two weight rows by itself. Then each block sends the sums of its slice to the blocks of the
+// cluster that finish those rows of x.
+constexpr int SHARE_THREADS = WARPGROUPS * 128;
+constexpr int SHARE_ROWS = (N + CLUSTERS - 1) / CLUSTERS;  // of a cluster
+constexpr int GROUP_ROWS = WARPGROUPS * 64;
+constexpr int STAGE_UNITS = STAGE_STEPS / UNIT_STEPS;
+constexpr int PARTS = STEPS / STAGE_STEPS;  // stages of a slice
+constexpr int X_ROWS = TILES * 16;
+constexpr int X_STEP = X_ROWS * 64;  // the lower halves of each 8 columns, then the upper ones
+constexpr int X_STRIDE = WARPGROUPS * 2;  // two warps read a step of x: half of the rows, 8 at a time, every X_STRIDE-th step
 constexpr int X_STEPS = (STEPS + X_STRIDE - 1) / X_STRIDE;
-constexpr int X_BATCH = X_STEPS * TILES <= 20 ? X_STEPS : 20 / TILES;  // 80 registers
-constexpr int SUMS_PITCH = WARPGROUPS * 64 + 4;  // 4 modulo 32 floats: no bank conflict where lanes write rows 2t of x
-constexpr int SUMS_BYTES = X_ROWS * SUMS_PITCH * 4;
-constexpr int X_BYTES = STEPS * X_STEP > SUMS_BYTES ? STEPS * X_STEP : SUMS_BYTES;
-constexpr int QUADS = (SHARE * PASS_ROWS + 3) / 4;  // fours of weight rows
-// Stages that a warpgroup starts before it waits: their decoded weights stay in registers, and no slot is free sooner.
-constexpr int MOST_BATCH = STAGES == PARTS ? (TILES <= 4 ? 4 : 2) / STAGE_STEPS : 1;
-constexpr int STAGE_BATCH = MOST_BATCH >= 4 && PARTS % 4 == 0 ? 4 : MOST_BATCH >= 2 && PARTS % 2 == 0 ? 2 : 1;
-static_assert(SHARE * PASS_ROWS <= WARPGROUPS * 64 && STAGES <= PARTS, "plan");
+constexpr int X_BATCH = X_STEPS * TILES <= 16 ? X_STEPS : 16 / TILES;  // 64 registers
+constexpr int OWNED_PAIRS = X_ROWS / SLICES / 2;                       // pairs of rows of x that a block finishes
+constexpr int PAIR_FLOATS = GROUP_ROWS * 2;
+static_assert(SPLIT == 1 && STACKS == 1 && SLICES == WARPS && !BLOCK_SCALES && TALL && SHARE_ROWS <= GROUP_ROWS, "plan");
+static_assert(STEPS % STAGE_STEPS == 0 && STAGE_STEPS % UNIT_STEPS == 0 && STAGES <= PARTS, "plan");
 
-// Lane i copies the stage of passes i, i + 32, ..
-DEVICE void request_weights(const Arguments& a, u32 to, u32 full, int first, int end, int rank, int stage, int lane, u64 policy) {
-  const int short_passes = max(0, end - max(first, (PASSES - 1) * BLOCKS)), passes = max(0, end - first);
-  const int bytes = STAGE_UNITS * unit_bytes(PASS_ROWS), last_bytes = STAGE_UNITS * unit_bytes(LAST_ROWS);
-  if (lane == 0) barrier_expect(full, (passes - short_passes) * bytes + short_passes * last_bytes);
-  __syncwarp();
-  for (int i = lane; i < passes; i += 32) {
-    const int pass = (first + i) / BLOCKS, block = (first + i) % BLOCKS;
-    const u8* from = stage_on_tape(a.tape, pass, block * WARPS + rank, stage);
-    bulk_copy(to + i * SLOT_BYTES, from, pass == PASSES - 1 ? last_bytes : bytes, full, policy);
+// A weight row of this lane: its place on the tape of this block's slice.
+struct Strip {
+  const u8* from;
+  int live, inside;
+
+  DEVICE Strip(const u8* tape, int row, int rank) {
+    const int block = row / ROWS, pass = row % ROWS / PASS_ROWS;
+    inside = row % ROWS % PASS_ROWS;
+    live = pass == PASSES - 1 ? LAST_ROWS : PASS_ROWS;
+    from = tape + (u64)pass * ((u64)TAPES * CHUNKS * PIECE_BYTES) + (u64)(block * WARPS + rank) * (CHUNK_UNITS * unit_bytes(live));
   }
-  __syncwarp();
+  DEVICE Codes load(int unit, int t, u64 policy) const {
+    const u64 before = (u64)(unit / CHUNK_UNITS) * TAPES * CHUNK_UNITS + unit % CHUNK_UNITS;
+    return load_codes(from + before * unit_bytes(live), live, inside, t, policy);
+  }
+};
+
+// Columns 8t .. 8t + 7 of a row go to four operands of 8 x 8, a pair of columns to each.
+DEVICE void store_operands(u32 step, int row, int t, const Words& words) {
+  const u32 place = step + row / 8 * 256 + row % 8 * 16 + t * 4;
+  store_shared_word(place, words.x);
+  store_shared_word(place + 128, words.y);
+  store_shared_word(place + X_STEP / 2, words.z);
+  store_shared_word(place + X_STEP / 2 + 128, words.w);
+}
+
+// Adds the slices of the values that this block finishes, in order. sums: [slice][pair of rows of x][place][row of x]; places
+// are weight rows 0, 8, 1, 9, .. of every 16.
+DEVICE void add_slices(const Arguments& a, const float* sums, int rank, int first, int end) {
+  for (int e = threadIdx.x; e < GROUP_ROWS * OWNED_PAIRS; e += SHARE_THREADS) {
+    const int place = e % GROUP_ROWS, pair = e / GROUP_ROWS, m = (rank * OWNED_PAIRS + pair) * 2;
+    const int row = first + place / 16 * 16 + place % 2 * 8 + place / 2 % 8;
+    if (row >= end || m >= a.rows) continue;
+    float2 value = make_float2(0.f, 0.f), parts[SLICES];
+#pragma unroll
+    for (int slice = 0; slice < SLICES; slice++)
+      parts[slice] = *(const float2*)(sums + (slice * OWNED_PAIRS + pair) * PAIR_FLOATS + place * 2);
+#pragma unroll
+    for (int slice = 0; slice < SLICES; slice++) {
+      value.x += parts[slice].x;
+      value.y += parts[slice].y;
+    }
+    const float scale = ROW_SCALES ? load_global_float(a.scales + row) : 1.f;
+    a.out[m * a.out_stride + row] = to_bf16(ROW_SCALES ? value.x * scale : value.x);
+    if (m + 1 < a.rows) a.out[(m + 1) * a.out_stride + row] = to_bf16(ROW_SCALES ? value.y * scale : value.y);
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(SHARE_THREADS, 1) linear_kernel(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(128) u8 shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int rank = blockIdx.x % SLICES, first = blockIdx.x / SLICES * SHARE, end = min(first + SHARE, TOTAL);
-  const u32 x = shared_address(shared), ring = x + X_BYTES, full = ring + STAGES * STAGE_BYTES, empty = full + 8 * STAGES;
-  float* sums = (float*)shared;
+  const int rank = blockIdx.x % SLICES, first = blockIdx.x / SLICES * SHARE_ROWS, end = min(first + SHARE_ROWS, N);
+  const u32 x = shared_address(shared), sums = x + STEPS * X_STEP, received = sums + SLICES * OWNED_PAIRS * PAIR_FLOATS * 4;
   const u64 policy = evict_first_policy();
-  if (threadIdx.x < STAGES) {
-    barrier_init(full + 8 * threadIdx.x, 1);
-    barrier_init(empty + 8 * threadIdx.x, CONSUMERS);
-    barrier_init_done();
-  }
-  __syncthreads();
-  // weights first: they do not depend on the kernel before. By all warps: the lanes of one issue their copies in turn.
-  for (int i = warp; i < STAGES; i += CONSUMERS + 1)
-    request_weights(a, ring + i * STAGE_BYTES, full + 8 * i, first, end, rank, i, lane, policy);
-  launch_dependents();
-  wait_for_predecessor();
-  if (warp == CONSUMERS) {
-#pragma unroll 1
-    for (int stage = STAGES; stage < PARTS; stage++) {
-      const int slot = stage % STAGES;
-      barrier_wait(empty + 8 * slot, (stage / STAGES - 1) % 2);
-      request_weights(a, ring + slot * STAGE_BYTES, full + 8 * slot, first, end, rank, stage, lane, policy);
-    }
-  } else {
-    // Rows past the last one repeat it: they spoil sums that nobody stores. So do steps, and the same is stored twice.
-    const int half = warp % 2 * TILES * 8;
-    const u16* rows[TILES];
-#pragma unroll
-    for (int tile = 0; tile < TILES; tile++) rows[tile] = a.x + min(half + tile * 8 + g, a.rows - 1) * a.x_stride;
-#pragma unroll 1
-    for (int done = warp / 2; done < STEPS; done += X_BATCH * X_STRIDE) {
-      Words words[X_BATCH][TILES];  // all reads before the first store
-#pragma unroll
-      for (int i = 0; i < X_BATCH; i++)
-#pragma unroll
-        for (int tile = 0; tile < TILES; tile++)
-          words[i][tile] = load_row(rows[tile], (rank * STEPS + min(done + i * X_STRIDE, STEPS - 1)) * 32 + t * 8);
-#pragma unroll
-      for (int i = 0; i < X_BATCH; i++)
-#pragma unroll
-        for (int tile = 0; tile < TILES; tile++)
-          store_operands(x + min(done + i * X_STRIDE, STEPS - 1) * X_STEP, half + tile * 8 + g, t, words[i][tile]);
-    }
-    operands_stored();
-    named_barrier_sync(1, CONSUMERS * 32);
 
-    // this lane's two weight rows; dead ones read those of another pass
-    const auto find = [&](int row) {
-      const int pass = min(row / PASS_ROWS, SHARE - 1);
-      return Row{pass, row % PASS_ROWS, (first + pass) / BLOCKS == PASSES - 1 ? LAST_ROWS : PASS_ROWS};
-    };
-    const Row top = find(warp * 16 + g), bottom = find(warp * 16 + g + 8);
-    float even[X_ROWS / 2], odd[X_ROWS / 2];
+  // weight rows past the last one repeat it: they spoil sums that nobody stores
+  const int row = first + warp * 16 + g;
+  const Strip top(a.tape, min(row, end - 1), rank), bottom(a.tape, min(row + 8, end - 1), rank);
+  Codes codes[STAGES][STAGE_UNITS][2];
+  const auto request = [&](int part) {
 #pragma unroll
-    for (int i = 0; i < X_ROWS / 2; i++) even[i] = odd[i] = 0.f;
+    for (int unit = 0; unit < STAGE_UNITS; unit++) {
+      codes[part % STAGES][unit][0] = top.load(part * STAGE_UNITS + unit, t, policy);
+      codes[part % STAGES][unit][1] = bottom.load(part * STAGE_UNITS + unit, t, policy);
+    }
+  };
+#pragma unroll
+  for (int part = 0; part < STAGES; part++) request(part);  // weights first: they do not depend on the kernel before
+  launch_dependents();
+  if (threadIdx.x == 0) {
+    const int pairs = max(0, min(OWNED_PAIRS, (a.rows + 1) / 2 - rank * OWNED_PAIRS));
+    barrier_init(received, 1);
+    barrier_init_done();
+    barrier_expect(received, SLICES * pairs * PAIR_FLOATS * 4);
+  }
+  __syncwarp();
+  cluster_arrive();
+  wait_for_predecessor();
+
+  // Rows of x past the last one repeat it, too; steps past the last one store it again.
+  const int half = warp % 2 * TILES * 8;
 #pragma unroll 1
-    for (int batch = 0; batch < PARTS; batch += STAGE_BATCH) {
+  for (int done = warp / 2; done < STEPS; done += X_BATCH * X_STRIDE) {
+    Words words[X_BATCH][TILES];  // all reads before the first store
 #pragma unroll
-      for (int stage = batch; stage < batch + STAGE_BATCH; stage++) {
-        const int slot = stage % STAGES;
-        barrier_wait(full + 8 * slot, stage / STAGES % 2);
-        multiply_stage(even, odd, ring + slot * STAGE_BYTES, top, bottom, x + stage * STAGE_STEPS * X_STEP, t);
+    for (int i = 0; i < X_BATCH; i++)
+#pragma unroll
+      for (int tile = 0; tile < TILES; tile++) {
+        const u16* from = a.x + min(half + tile * 8 + g, a.rows - 1) * a.x_stride;
+        words[i][tile] = load_row(from, (rank * STEPS + min(done + i * X_STRIDE, STEPS - 1)) * 32 + t * 8);
       }
-      group_wait();
-      __syncwarp();
-      if (STAGES < PARTS && lane == 0) barrier_arrive(empty + 8 * (batch % STAGES));
-    }
-    named_barrier_sync(1, CONSUMERS * 32);  // nobody reads x any more
-    float* mine = sums + 2 * t * SUMS_PITCH + warp * 16 + g;
 #pragma unroll
-    for (int i = 0; i < X_ROWS / 2; i++)
-      mine[(i / 4 * 8 + i % 2) * SUMS_PITCH + i / 2 % 2 * 8] = even[i] + odd[i];
+    for (int i = 0; i < X_BATCH; i++)
+#pragma unroll
+      for (int tile = 0; tile < TILES; tile++)
+        store_operands(x + min(done + i * X_STRIDE, STEPS - 1) * X_STEP, half + tile * 8 + g, t, words[i][tile]);
   }
-  cluster_sync();
-  for (int e = rank * SHARE_THREADS + threadIdx.x; e < a.rows * QUADS; e += SLICES * SHARE_THREADS) {
-    const int m = e / QUADS, quad = e % QUADS * 4;
-    int rows[4];  // of the matrix, N for dead ones
+  operands_stored();
+  __syncthreads();
+
+  float even[X_ROWS / 2], odd[X_ROWS / 2];
 #pragma unroll
-    for (int c = 0; c < 4; c++) {
-      const int number = first + (quad + c) / PASS_ROWS, inside = (quad + c) % PASS_ROWS, pass = number / BLOCKS;
-      const bool live = number < end && inside < (pass == PASSES - 1 ? LAST_ROWS : PASS_ROWS);
-      rows[c] = live ? min(number % BLOCKS * ROWS + pass * PASS_ROWS + inside, N) : N;
-    }
-    // a read that nobody waits for could come after its block has left
-    if (min(min(rows[0], rows[1]), min(rows[2], rows[3])) == N) continue;
-    float value[4];
-    add_peers(value, sums + m * SUMS_PITCH + quad);
+  for (int i = 0; i < X_ROWS / 2; i++) even[i] = odd[i] = 0.f;
 #pragma unroll
-    for (int c = 0; c < 4; c++)
-      if (rows[c] < N) a.out[m * a.out_stride + rows[c]] = to_bf16(ROW_SCALES ? value[c] * load_global_float(a.scales + rows[c]) : value[c]);
+  for (int part = 0; part < PARTS; part++) {
+#pragma unroll
+    for (int unit = 0; unit < STAGE_UNITS; unit++)
+#pragma unroll
+      for (int j = 0; j < UNIT_STEPS; j++) {
+        const Words u = decode(codes[part % STAGES][unit][0], j, t), v = decode(codes[part % STAGES][unit][1], j, t);
+        const u32 at = x + (part * STAGE_STEPS + unit * UNIT_STEPS + j) * X_STEP;
+        group_begin();
+        group_step<X_ROWS>(even, u.x, v.x, u.y, v.y, at);
+        group_step<X_ROWS>(odd, u.z, v.z, u.w, v.w, at + X_STEP / 2);
+      }
+    group_commit();
+    group_wait();
+    if (part + STAGES < PARTS) request(part + STAGES);
   }
-  cluster_leave();  // a block that ends takes its shared memory with it
+
+  cluster_wait();  // all blocks have their barriers
+  const u32 mine = sums + (rank * OWNED_PAIRS * PAIR_FLOATS + (warp * 8 + g) * 4) * 4;
+#pragma unroll
+  for (int j = 0; j < X_ROWS / 8; j++) {
+    const int pair = j * 4 + t, owner = pair / OWNED_PAIRS;
+    if (pair * 2 >= a.rows) continue;
+    float values[4];
+#pragma unroll
+    for (int c = 0; c < 4; c++) values[c] = even[j * 4 + c] + odd[j * 4 + c];
+    send_four(peer_address(mine + pair % OWNED_PAIRS * (PAIR_FLOATS * 4), owner), values, peer_address(received, owner));
+  }
+  barrier_wait_cluster(received, 0);
+  add_slices(a, (const float*)(shared + STEPS * X_STEP), rank, first, end);
 }
-#endif
 #endif

@@ -51,7 +51,8 @@ class Variant:
     """A kernel for a range of row counts; all variants of a plan give a row the same bits.
 
     tiles        tiles of x rows; tall  whether a tile has 16 rows or 8
-    stage_steps  steps of a stage of the group, spread and share kernels, 0 for the ring; stages  in shared memory
+    stage_steps  steps of a stage of the group, spread and share kernels, 0 for the ring
+    stages       of them in shared memory, of the share kernel in registers
     together     passes that a warp of the spread kernel takes at a time, 0 for the others; buffers  of its sums
     clusters     of the spread and share kernels, 0 for as many as the plan's multiprocessors hold
     warpgroups   of the share kernel, 64 weight rows of a cluster each; 0 for the others
@@ -229,12 +230,12 @@ def choose_variant(plan: StreamPlan, rows: int, warpgroups: bool = True) -> Vari
     if rows <= 8:
         return Variant(1, False)
     tiles = min(-(-rows // 16), MAX_ROWS // 16)
+    if warpgroups and tiles > 1 and (group := group_variant(plan, tiles)) is not None:
+        return group
+    if warpgroups and (share := share_variant(plan, tiles)) is not None:
+        return share
     if tiles == 1:
         return Variant(1, True)
-    if warpgroups:
-        grouped = group_variant(plan, tiles) or share_variant(plan, tiles)
-        if grouped is not None:
-            return grouped
     spread = spread_variant(plan, tiles)
     if spread is not None:
         return spread
@@ -266,7 +267,7 @@ def group_bytes(plan: StreamPlan, variant: Variant) -> int:
     """Shared memory of a block of the group kernel."""
     slot = variant.stage_steps // plan.coding.unit * plan.unit_bytes(plan.pass_rows)
     stage = variant.stage_steps * variant.max_rows * 64 + 128 // plan.pass_rows * slot
-    return variant.stages * (stage + 16) + 512
+    return variant.stages * (stage + 16)
 
 
 def spread_variant(plan: StreamPlan, tiles: int) -> Variant | None:
@@ -289,43 +290,37 @@ def spread_variant(plan: StreamPlan, tiles: int) -> Variant | None:
     return None
 
 
-def share_variant(
-    plan: StreamPlan, tiles: int, clusters: int = 0, stage_steps: int | None = None, stages: int | None = None
-) -> Variant | None:
-    """The share kernel for this many tiles of x rows, or None where the plan does not suit it.
+def share_variant(plan: StreamPlan, tiles: int, clusters: int = 0) -> Variant | None:
+    """The share kernel for this many tiles of x rows, or None where a cluster has too many weight rows for it.
 
-    stage_steps, stages  None for copies of up to 2560 bytes, and as many stages as fit
-    13 warps have 128 registers a thread; 17 would have 96, less than sums of four tiles and a decoded stage take.
-    Beside sums of five tiles there is room for two decoded steps.
+    clusters  0 for one fewer than the plan's multiprocessors hold: an H200 runs no more at once
     """
     if plan.split > 1 or plan.slices < WARPS or plan.format == "fp8_block":
         return None
-    slot_bytes = plan.unit_bytes(plan.pass_rows) // plan.coding.unit  # of a step
-    if stage_steps is None:
-        most = min(4 if tiles <= 4 else 2, 2560 // slot_bytes)
-        stage_steps = largest_divisor(plan.chunk_steps, most, plan.coding.unit)
-    variant = Variant(tiles, True, stage_steps, clusters=clusters)
-    warpgroups = -(-share_passes(plan, variant) * plan.pass_rows // 64)
+    variant = Variant(tiles, True, clusters=clusters or max(1, plan.blocks // WARPS - 1))
+    warpgroups = -(-share_rows(plan, variant) // 64)
     if warpgroups > 3:
         return None
-    variant = replace(variant, warpgroups=warpgroups)
-    empty = share_bytes(plan, variant)
-    fit = (SHARED_LIMIT - empty) // (share_bytes(plan, replace(variant, stages=1)) - empty)
-    stages = min(plan.steps // stage_steps, fit, stages or fit)
-    # fewer would not keep the memory busy
-    return replace(variant, stages=stages) if stages >= min(3, plan.steps // stage_steps) else None
+    unit = plan.coding.unit
+    stage_steps = largest_divisor(plan.steps, 2 * unit, unit)
+    # registers of a lane for its two weight rows in a stage; those left beside sums, addresses and decoded weights
+    taken = stage_steps * {"bf16": 8, "mxfp8": 6, "nvfp4": 3}.get(plan.format, 4)
+    room = min(255, 65536 // (warpgroups * 128) // 8 * 8) - 16 * tiles - (40 if plan.format == "bf16" else 48)
+    # six at most: requests wait for each other, and only behind them a block waits for its predecessor. One H200, out
+    # in FP8 at 16 rows: 7.9 us, with twelve 8.7
+    stages = max(1, min(6, plan.steps // stage_steps, room // taken))
+    variant = replace(variant, stage_steps=stage_steps, stages=stages, warpgroups=warpgroups)
+    return variant if share_bytes(plan, variant) <= SHARED_LIMIT else None
 
 
-def share_passes(plan: StreamPlan, variant: Variant) -> int:
-    """Passes of a cluster of the spread and share kernels."""
-    return -(-plan.groups * plan.passes // spread_clusters(plan, variant))
+def share_rows(plan: StreamPlan, variant: Variant) -> int:
+    """Weight rows of a cluster of the share kernel."""
+    return -(-plan.n // spread_clusters(plan, variant))
 
 
 def share_bytes(plan: StreamPlan, variant: Variant) -> int:
-    """Shared memory of a block of the share kernel: x, later the sums, then the stages and their barriers."""
-    x = max(plan.steps * 64, (variant.warpgroups * 64 + 4) * 4) * variant.max_rows
-    slot = variant.stage_steps // plan.coding.unit * plan.unit_bytes(plan.pass_rows)
-    return x + variant.stages * (share_passes(plan, variant) * slot + 16)
+    """Shared memory of a block of the share kernel: x, the sums that the blocks of the cluster send, a barrier."""
+    return variant.max_rows * (plan.steps * 64 + variant.warpgroups * 256) + 8
 
 
 def spread_clusters(plan: StreamPlan, variant: Variant) -> int:
@@ -348,14 +343,14 @@ def fit_variant(plan: StreamPlan, variant: Variant, device: torch.device, cache_
 
 
 def with_clusters(plan: StreamPlan, variant: Variant, clusters: int) -> Variant:
-    """The spread or share kernel with so many clusters; spread where that is too many weight rows for share."""
+    """The spread or share kernel with so many clusters; spread or ring where those are too few for share."""
     if variant.form == 2:
         return replace(variant, clusters=clusters)
-    larger = share_variant(plan, variant.tiles, clusters, variant.stage_steps, variant.stages)
-    spread = spread_variant(plan, variant.tiles)
-    if larger is None and spread is not None:
-        return replace(spread, clusters=clusters)
-    return larger or Variant(1, True)
+    larger = share_variant(plan, variant.tiles, clusters)
+    if larger is not None:
+        return larger
+    spread = spread_variant(plan, variant.tiles) if variant.tiles > 1 else None
+    return Variant(1, True) if spread is None else replace(spread, clusters=clusters)
 
 
 def spread_bytes(plan: StreamPlan, variant: Variant) -> int:
@@ -364,7 +359,7 @@ def spread_bytes(plan: StreamPlan, variant: Variant) -> int:
     x = variant.tiles * 16 * plan.steps * 64
     ring = WARPS * variant.stages * variant.together * (variant.stage_steps // unit) * unit_bytes
     pitch = WARPS * variant.together * -(-plan.pass_rows // 8) * 8 + 8
-    return x + ring + 512 + variant.buffers * variant.tiles * 16 * pitch * 4
+    return x + ring + variant.buffers * variant.tiles * 16 * pitch * 4
 
 
 def stream_product(x: Tensor, weight: StreamedWeight, out: Tensor, variant: Variant | None = None) -> None:
@@ -425,9 +420,9 @@ def kernel_macros(plan: StreamPlan, variant: Variant) -> dict[str, int]:
 
 
 def block_threads(variant: Variant) -> int:
-    """Threads of a block: the group and share kernels have more warps, that copy."""
+    """Threads of a block: the group kernel has more warps, that copy."""
     if variant.form == 3:
-        return variant.warpgroups * 128 + 32
+        return variant.warpgroups * 128
     return (WARPS + (copying_warps(variant.tiles) if variant.form == 1 else 0)) * 32
 
 
@@ -452,7 +447,7 @@ def batch_steps(plan: StreamPlan, variant: Variant) -> int:
 def blocks_per_multiprocessor(plan: StreamPlan, variant: Variant) -> int:
     """2 where the next kernel's block fits beside this one: 128 registers a thread and half of the shared memory."""
     # NVFP4 in several passes: 128 registers spill
-    narrow = variant.tiles == 1 and not (plan.format == "nvfp4" and plan.passes > 1)
+    narrow = variant.tiles == 1 and variant.form != 3 and not (plan.format == "nvfp4" and plan.passes > 1)
     return 2 if narrow and shared_bytes(plan, variant) <= SHARED_LIMIT_OF_TWO else 1
 
 
@@ -465,7 +460,7 @@ def shared_bytes(plan: StreamPlan, variant: Variant) -> int:
     widths = reduce_passes * -(-plan.pass_rows // 8)
     pitch = (widths + (widths % 2 == 0)) * 8
     buffers = 2 if plan.passes > reduce_passes or variant.tiles > 1 else 1
-    ring = WARPS * plan.slots * plan.piece_bytes + 512
+    ring = WARPS * plan.slots * plan.piece_bytes
     sums = buffers * WARPS * tile_rows * pitch * 4
     partial = variant.tiles * tile_rows * plan.rows * plan.stacks * 4 if plan.split > 1 else 0
     table = _table_floats(plan)

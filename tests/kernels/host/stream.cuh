@@ -112,8 +112,8 @@ inline void barrier_init(u32 barrier, u32 arrivals) {
   counter(barrier) = (u64)arrivals << 40 | (u64)arrivals << 32;
 }
 inline void barrier_init_done() {}
-inline void barrier_change(u32 barrier, int bytes, int arrivals) {
-  u64 before = counter(barrier), after;
+inline void barrier_change(std::atomic<u64>& count, int bytes, int arrivals) {
+  u64 before = count, after;
   bool ends;
   do {
     const int left = (int)(before >> 32 & 0xff) - arrivals, on_the_way = (int)(u32)before + bytes;
@@ -122,8 +122,9 @@ inline void barrier_change(u32 barrier, int bytes, int arrivals) {
     ends = left == 0 && on_the_way == 0;
     const u64 all = before >> 40 & 0xff;
     after = ((before >> 48) + ends) << 48 | all << 40 | (ends ? all : (u64)left) << 32 | (u32)on_the_way;
-  } while (!counter(barrier).compare_exchange_weak(before, after));
+  } while (!count.compare_exchange_weak(before, after));
 }
+inline void barrier_change(u32 barrier, int bytes, int arrivals) { barrier_change(counter(barrier), bytes, arrivals); }
 inline void barrier_expect(u32 barrier, u32 bytes) { barrier_change(barrier, bytes, 1); }
 inline void barrier_expect_more(u32 barrier, u32 bytes) { barrier_change(barrier, bytes, 0); }
 inline void barrier_arrive(u32 barrier) { barrier_change(barrier, 0, 1); }
@@ -134,6 +135,7 @@ inline void barrier_wait(u32 barrier, u32 parity) {
     else std::this_thread::sleep_for(std::chrono::microseconds(100));  // leaves the core to those waited for
   }
 }
+inline void barrier_wait_cluster(u32 barrier, u32 parity) { barrier_wait(barrier, parity); }
 inline u64 evict_first_policy() { return 0; }
 inline void bulk_copy_kept(u32 to, const void* from, u32 bytes, u32 barrier) {
   check_global(from, bytes);
@@ -184,6 +186,8 @@ inline u32 load_shared_byte(u32 address) {
 inline u32 load_global_word(const void* from) { return load_scalar<u32>(from); }
 inline u32 load_global_byte(const void* from) { return load_scalar<u8>(from); }
 inline u64 load_global_u64(const void* from) { return load_scalar<u64>(from); }
+inline Words load_global_streamed(const void* from, u64) { return load_global(from); }
+inline u64 load_global_u64_streamed(const void* from, u64) { return load_global_u64(from); }
 inline u16 load_half(const void* from) { return load_scalar<u16>(from); }
 inline float load_global_float(const void* from) { return load_scalar<float>(from); }
 inline void named_barrier_arrive(int id, int threads) { (void)block->barrier_of(id, threads).arrive(); }
@@ -336,6 +340,13 @@ inline void store_remote(u32 remote, float value) {
   const u32 address = remote & 0xffffff;
   check_shared(address, 4);
   *(float*)((*cluster)[remote >> 24]->shared() + address) = value;
+}
+inline void send_four(u32 remote, const float (&v)[4], u32 remote_barrier) {
+  const u32 address = remote & 0xffffff;
+  check_shared(address, 16);
+  u8* const there = (*cluster)[remote >> 24]->shared();
+  memcpy(there + address, v, 16);
+  barrier_change(*(std::atomic<u64>*)(there + (remote_barrier & 0xffffff)), -16, 0);
 }
 inline void store_peer(u32 address, u32 rank, float value) { store_remote(peer_address(address, rank), value); }
 

@@ -62,6 +62,19 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
       : "memory");
 }
 
+// The same for what other blocks of the cluster sent.
+DEVICE void barrier_wait_cluster(u32 barrier, u32 parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again_%=:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again_%=;\n"
+      "}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
 // ------------------------------------------------------------------ copies and loads
 
 // Weights are read once a step: they leave the L2 first, so that activations stay.
@@ -149,6 +162,20 @@ DEVICE u32 load_global_byte(const void* pointer) {
 DEVICE u64 load_global_u64(const void* pointer) {
   u64 v;
   asm volatile("ld.global.cg.u64 %0, [%1];" : "=l"(v) : "l"(pointer));
+  return v;
+}
+
+// Weights, by evict_first_policy.
+DEVICE Words load_global_streamed(const void* pointer, u64 policy) {
+  Words v;
+  asm volatile("ld.global.cg.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(pointer), "l"(policy));
+  return v;
+}
+DEVICE u64 load_global_u64_streamed(const void* pointer, u64 policy) {
+  u64 v;
+  asm volatile("ld.global.cg.L2::cache_hint.u64 %0, [%1], %2;" : "=l"(v) : "l"(pointer), "l"(policy));
   return v;
 }
 
@@ -325,6 +352,12 @@ DEVICE u32 peer_address(u32 address, u32 rank) {
   return remote;
 }
 DEVICE void store_remote(u32 remote, float value) { asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(value) : "memory"); }
+// 16 bytes that count at a barrier of the block they go to, as a bulk copy's do.
+DEVICE void send_four(u32 remote, const float (&v)[4], u32 remote_barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(remote),
+               "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(remote_barrier)
+               : "memory");
+}
 
 // Where load_peer would read. The other block must have started, and must not end before a cluster_sync.
 DEVICE void store_peer(u32 address, u32 rank, float value) { store_remote(peer_address(address, rank), value); }
