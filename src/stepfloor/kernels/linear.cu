@@ -89,6 +89,23 @@ template <bool BOTH> DEVICE void step(float (&even)[4], float (&odd)[4], const F
   }
 }
 
+#if FORM == 1 || FORM == 3
+// ------------------------------------------------------------------ rows of x as the operands of warpgroups
+
+constexpr int X_ROWS = TILES * 16;
+constexpr int X_STEP = X_ROWS * 64;  // the lower halves of each 8 columns, then the upper ones
+
+// Columns 8t .. 8t + 7 of a row go to four operands of 8 x 8, a pair of columns to each.
+DEVICE void store_operands(u32 step, int row, int t, const Words& words) {
+  const u32 place = step + row / 8 * 256 + row % 8 * 16 + t * 4;
+  store_shared_word(place, words.x);
+  store_shared_word(place + 128, words.y);
+  store_shared_word(place + X_STEP / 2, words.z);
+  store_shared_word(place + X_STEP / 2 + 128, words.w);
+}
+
+#endif
+
 #if FORM == 0
 // ------------------------------------------------------------------ ring: warps share the columns
 
@@ -312,7 +329,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) linear_kernel(cons
 // slices follow one another and close their sums where a warp of the ring kernel would. More warps fill the stages in turn:
 // x has to be rearranged on its way, and the fence behind that waits for everything a warp has under way.
 constexpr int CONSUMERS = WARPS, PRODUCERS = TILES <= 4 ? 8 : 4;  // sums of more rows take more than 128 registers
-constexpr int X_ROWS = TILES * 16;
 constexpr int PANEL_PASSES = 128 / PASS_ROWS;
 constexpr int PANELS = (PASSES + PANEL_PASSES - 1) / PANEL_PASSES;
 constexpr int PARTS = STEPS / STAGE_STEPS;  // stages of a slice
@@ -320,7 +336,6 @@ constexpr int TURNS = PANELS * SLICES * PARTS;
 constexpr int CHUNK_STAGES = CHUNK_STEPS / STAGE_STEPS;
 constexpr int STAGE_UNITS = STAGE_STEPS / UNIT_STEPS;
 constexpr int SLOT_BYTES = STAGE_UNITS * unit_bytes(PASS_ROWS);  // of one pass
-constexpr int X_STEP = X_ROWS * 64;  // the lower halves of each 8 columns, then the upper ones
 constexpr int X_BYTES = STAGE_STEPS * X_STEP;
 constexpr int STAGE_BYTES = X_BYTES + PANEL_PASSES * SLOT_BYTES;
 constexpr int X_SHARE = X_ROWS * STAGE_STEPS / 8;  // reads of 16 bytes by each lane of a producer
@@ -343,7 +358,6 @@ DEVICE void request_weights(const Arguments& a, u32 to, u32 full, int turn, int 
   bulk_copy(to + lane * SLOT_BYTES, from, bytes, full, policy);
 }
 
-// Columns 8t .. 8t + 7 of a row go to four operands of 8 x 8, a pair of columns to each.
 DEVICE void copy_rows(const Arguments& a, u32 to, u32 full, int turn, int lane) {
   const int column = (turn / PARTS % SLICES * STEPS + turn % PARTS * STAGE_STEPS) * 32 + lane % 4 * 8;
 #pragma unroll 1
@@ -358,11 +372,7 @@ DEVICE void copy_rows(const Arguments& a, u32 to, u32 full, int turn, int lane) 
 #pragma unroll
     for (int i = 0; i < X_BATCH; i++) {
       const int at = (done + i) * 8 + lane / 4;
-      const u32 place = to + at / X_ROWS * X_STEP + at % X_ROWS / 8 * 256 + at % 8 * 16 + lane % 4 * 4;
-      store_shared_word(place, words[i].x);
-      store_shared_word(place + 128, words[i].y);
-      store_shared_word(place + X_STEP / 2, words[i].z);
-      store_shared_word(place + X_STEP / 2 + 128, words[i].w);
+      store_operands(to + at / X_ROWS * X_STEP, at % X_ROWS, lane % 4, words[i]);
     }
   }
   operands_stored();
@@ -655,8 +665,6 @@ constexpr int SHARE_ROWS = (N + CLUSTERS - 1) / CLUSTERS;  // of a cluster
 constexpr int GROUP_ROWS = WARPGROUPS * 64;
 constexpr int STAGE_UNITS = STAGE_STEPS / UNIT_STEPS;
 constexpr int PARTS = STEPS / STAGE_STEPS;  // stages of a slice
-constexpr int X_ROWS = TILES * 16;
-constexpr int X_STEP = X_ROWS * 64;  // the lower halves of each 8 columns, then the upper ones
 constexpr int X_STRIDE = WARPGROUPS * 2;  // two warps read a step of x: half of the rows, 8 at a time, every X_STRIDE-th step
 constexpr int X_STEPS = (STEPS + X_STRIDE - 1) / X_STRIDE;
 constexpr int X_BATCH = X_STEPS * TILES <= 16 ? X_STEPS : 16 / TILES;  // 64 registers
@@ -681,15 +689,6 @@ struct Strip {
     return load_codes(from + before * unit_bytes(live), live, inside, t, policy);
   }
 };
-
-// Columns 8t .. 8t + 7 of a row go to four operands of 8 x 8, a pair of columns to each.
-DEVICE void store_operands(u32 step, int row, int t, const Words& words) {
-  const u32 place = step + row / 8 * 256 + row % 8 * 16 + t * 4;
-  store_shared_word(place, words.x);
-  store_shared_word(place + 128, words.y);
-  store_shared_word(place + X_STEP / 2, words.z);
-  store_shared_word(place + X_STEP / 2 + 128, words.w);
-}
 
 // Adds the slices of the values that this block finishes, in order. sums: [slice][pair of rows of x][place][row of x]; places
 // are weight rows 0, 8, 1, 9, .. of every 16.
