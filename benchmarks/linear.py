@@ -55,6 +55,7 @@ from stepfloor.kernels.linear import (
     launch_for,
     pack_arguments,
     plan_stream,
+    share_variant,
     shared_bytes,
     spread_variant,
     stream_product,
@@ -91,8 +92,11 @@ TARGETS = {
 }
 MANY_ROWS_TARGET = 1 / 1.3  # of the floor at M=64
 ROTATED_BYTES = 250e6  # four times the L2
-PATHS = ("ring", "passes", "cluster", "wide", "spread", "group")
-FAMILIES = (*PATHS, *(f"{name}{kind}" for name in FORMATS if name != "bf16" for kind in ("", " spread", " group")))
+PATHS = ("ring", "passes", "cluster", "wide", "spread", "share", "group")
+FAMILIES = (
+    *PATHS,
+    *(f"{name}{kind}" for name in FORMATS if name != "bf16" for kind in ("", " spread", " share", " group")),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,14 +177,14 @@ def main() -> int:
         "torch": torch.__version__,
         "read_bytes_per_s": reads,
     }
-    line |= {"passed": sorted(passed), "failed": sorted(set(FAMILIES) - passed), "broken": broken}
+    line |= {"passed": sorted(passed), "failed": sorted(set(options.families) - passed), "broken": broken}
     line |= {"best": best, "dense_bytes_per_s": dense, "chain": chain}
     if options.json is not None:
         options.json.write_text(json.dumps(line | {"rows": table}, indent=1))
     kept = ("cuBLAS", "default")
     us = {f"{r['shape']}/{r['format']}/{r['rows']}/{r['kernel']}": r["us"] for r in table if r["kernel"] in kept}
     say(json.dumps(line | {"us": us}, separators=(",", ":")))
-    return int(len(passed) < len(FAMILIES) or bool(broken))
+    return int(len(passed) < len(options.families) or bool(broken))
 
 
 def parse() -> argparse.Namespace:
@@ -197,6 +201,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--commit", help="what was checked out, where git cannot say")
     parser.add_argument("--no-chain", dest="chain", action="store_false")
     parser.add_argument("--limit-s", type=int, default=420, help="give up with a traceback after this long")
+    parser.add_argument("--families", type=lambda s: s.split(","), default=list(FAMILIES), help="check and time these")
     parser.add_argument("--check", choices=FAMILIES, help="check one family only, here")
     options = parser.parse_args()
     options.shapes = options.shapes or list(QUICK_SHAPES if options.quick else SHAPES)
@@ -300,6 +305,11 @@ def other_variants(plan: StreamPlan, rows: int, chosen: Variant, quick: bool) ->
         if rows > 16:
             found["spread, 2 buffers"] = replace(spread, buffers=2, stages=max(2, spread.stages // 2))
             found["spread, 1 buffer"] = replace(spread, buffers=1)
+    share = share_variant(plan, tiles)
+    if share is not None:
+        found["ring" if rows <= 16 else "tiles of 16"] = Variant(1, True)
+        found["share"] = share
+        found["share, half the stages"] = replace(share, stages=max(1, share.stages // 2))
     if rows > 16:
         found["tiles of 16"] = Variant(1, True)
         if plan.passes == 1 and plan.format != "fp8_block":
@@ -318,12 +328,11 @@ def other_variants(plan: StreamPlan, rows: int, chosen: Variant, quick: bool) ->
 
 def family_of(plan: StreamPlan, variant: Variant) -> str:
     """Which check stands for a kernel."""
+    form = ("", "group", "spread", "share")[variant.form]
     if plan.format != "bf16":
-        return plan.format + (" spread" if variant.together else " group" if variant.stage_steps else "")
-    if variant.together:
-        return "spread"
-    if variant.stage_steps:
-        return "group"
+        return f"{plan.format} {form}".strip()
+    if form:
+        return form
     if variant.tiles > 1:
         return "wide"
     if plan.split > 1:
@@ -342,17 +351,29 @@ def checked_plans(family: str, quick: bool, device: torch.device) -> list[tuple[
     every = [p for n, k in shapes for p in plans(n, k, device, format_name, quick).values()]
     odd = [plan_stream(n, k, count, format_name=format_name) for n, k in ((16483, 2560), (5301, 4096))]
     single = [p for p in every if p.passes == 1 and p.split == 1]
+    # other plans differ in what the kernels of clusters do not look at, but for the size of their pieces
+    defaults = [plan_stream(n, k, count, format_name=format_name) for n, k in shapes]
     if family.endswith("spread"):
         found: list[tuple[StreamPlan, list[Variant]]] = []
-        # other plans differ in what this kernel does not look at, but for the size of their pieces
-        defaults = [plan_stream(n, k, count, format_name=format_name) for n, k in shapes]
         for p in [*(defaults if quick else every), odd[0]]:
             wide = [spread_variant(p, tiles) for tiles in (1, 2, 4, 5)]
-            others = [v for v in other_variants(p, 64, tall, quick).values() if v.together]
+            others = [v for v in other_variants(p, 64, tall, quick).values() if v.form == 2]
             variants = [v for v in [*wide, *others] if v is not None]
             if variants:
                 found.append((p, [tall, *dict.fromkeys(variants)]))
         return found
+    if family.endswith("share"):
+        # fewer clusters too: which rows of the plan's blocks a cluster has depends on it
+        shared = {
+            p: [share_variant(p, tiles, clusters) for tiles in (1, 2, 3, 4, 5) for clusters in (0, 14)]
+            + [v for rows in (16, 64) for v in other_variants(p, rows, tall, quick).values() if v.form == 3]
+            for p in (defaults if quick else every)
+        }
+        return [
+            (p, [tall, *dict.fromkeys(v for v in variants if v is not None)])
+            for p, variants in shared.items()
+            if any(variants)
+        ]
     if family.endswith("group"):
         grouped = {p: [group_variant(p, tiles) for tiles in (2, 3, 4, 5)] for p in [*every, *odd]}
         return [
@@ -381,7 +402,7 @@ def compile_all(shapes: dict[str, tuple[int, int]], options: argparse.Namespace,
             for rows in options.rows:
                 found = candidates(n, k, rows, device, format_name, options.quick)
                 wanted |= {(c.plan, c.variant) for c in found}
-    for family in FAMILIES:
+    for family in options.families:
         wanted |= {(p, v) for p, variants in checked_plans(family, options.quick, device) for v in variants}
     for format_name in options.formats:
         wanted.add((dense_plan(format_name, device), None))
@@ -417,7 +438,7 @@ def check_all(options: argparse.Namespace) -> set[str]:
     command += [*(["--quick"] if options.quick else []), "--check"]
     running = {
         family: subprocess.Popen([*command, family], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for family in FAMILIES
+        for family in options.families
     }
     passed: set[str] = set()
     allowed = 45 if options.quick else 150
@@ -809,7 +830,7 @@ def time_chain(
                 for i, (name, part) in enumerate(zip(names, parts, strict=True)):
                     n, k = SHAPES[name]
                     plan = plans_of[name]
-                    variant = choose_variant(plan, rows)
+                    variant = fit_variant(plan, choose_variant(plan, rows), device, options.cache_dir)
                     if family_of(plan, variant) not in passed:
                         break
                     launch = launch_for(plan, variant, device, options.cache_dir, dependent)

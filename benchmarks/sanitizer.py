@@ -78,7 +78,7 @@ def dense(device: str) -> Iterator[Case]:
     """Streamed products and hyper-connections, every format, the kernels of several row counts."""
     on_gpu = device != "cpu"
     for name in ("bf16", "fp8_channel", "fp8_block", "mxfp8", "nvfp4"):
-        for n, k in ((251, 64), (385, 256), (5301, 640), (336, 8192)):
+        for n, k in ((251, 64), (385, 256), (5301, 640), (1100, 1280), (336, 8192)):
             for rows in (*ROWS, 37):
                 inputs = linear_inputs(rows, n, k, name, BF16, device)
                 weight = inputs["weights"][0]  # type: ignore[index]
@@ -87,7 +87,8 @@ def dense(device: str) -> Iterator[Case]:
     for name in ("bf16", "fp8_channel"):
         for rows in ROWS:
             for write in (True, False):
-                down = hc_down_inputs(rows, 192, 20, name, BF16, device, write)
+                # the CUDA kernel takes streams of a multiple of 256
+                down = hc_down_inputs(rows, 256, 20, name, BF16, device, write)
                 if on_gpu:
                     down["down"] = hc_down_repack(down["down"], 20, 4, device, max_rows=rows)  # type: ignore[arg-type]
                 yield f"hc_down {name} {rows} {write}", lambda i=down: hc_down(**i)  # type: ignore[arg-type]

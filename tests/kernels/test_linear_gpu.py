@@ -42,6 +42,7 @@ from stepfloor.kernels.linear import (
     shared_bytes,
     spread_clusters,
     stream_product,
+    with_clusters,
 )
 from tests.kernels.streamed import odd_weight, product_bound
 
@@ -208,18 +209,29 @@ def test_many_rows_are_one_reading_of_the_weights() -> None:
     for name in ("bf16", "fp8_channel", "mxfp8", "nvfp4"):
         for n, k in ((248320, 2560), (16480, 2560), (2560, 6144), (1793, 2560)):
             plan = plan_stream(n, k, 132, format_name=name)
-            for rows in (17, 33, 64, 80):
+            for rows in (16, 17, 33, 64, 80):
                 big = choose_variant(plan, rows)
-                assert (big.stage_steps > 0 and big.together == 0) == (n > 10_000)
+                assert big.form == (3 if n < 10_000 else int(rows > 16))
                 for variant in (big, choose_variant(plan, rows, warpgroups=False)):
                     assert variant.max_rows >= rows
                     assert shared_bytes(plan, variant) <= SHARED_LIMIT
-                    assert variant.together == 0 or spread_clusters(plan, variant) * WARPS <= 132
+                    assert not variant.across_blocks or spread_clusters(plan, variant) * WARPS <= 132
+
+
+def test_fewer_clusters_keep_their_kernel_or_spread() -> None:
+    """A device that runs few clusters at once must not get more rows than warpgroups hold, nor too much memory."""
+    plan = plan_stream(2560, 6144, 132)
+    chosen = choose_variant(plan, 64)
+    for clusters in range(1, 16):
+        variant = with_clusters(plan, chosen, clusters)
+        assert variant.form == (3 if clusters * 192 >= 2560 else 2)
+        assert spread_clusters(plan, variant) == clusters
+        assert shared_bytes(plan, variant) <= SHARED_LIMIT
 
 
 @pytest.mark.skipif(NO_NVRTC is not None, reason=NO_NVRTC or "")
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
-@pytest.mark.parametrize(("n", "k"), [(16480, 2560), (336, 10240), (10240, 320), (5301, 4096)])
+@pytest.mark.parametrize(("n", "k"), [(16480, 2560), (336, 10240), (10240, 320), (5301, 4096), (2560, 6144)])
 def test_compiles(n: int, k: int, arch: str, tmp_path: Path) -> None:
     plan = plan_stream(n, k, 132)
     variants = {choose_variant(plan, rows, arch == "sm_90a") for rows in (8, 16, 80)}
@@ -233,8 +245,9 @@ def test_compiles(n: int, k: int, arch: str, tmp_path: Path) -> None:
 @pytest.mark.skipif(NO_NVRTC is not None, reason=NO_NVRTC or "")
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
 @pytest.mark.parametrize("name", ["fp8_channel", "fp8_block", "mxfp8", "nvfp4"])
-def test_formats_compile(name: str, arch: str, tmp_path: Path) -> None:
-    plan = plan_stream(16480, 2560, 132, format_name=name)
+@pytest.mark.parametrize(("n", "k"), [(16480, 2560), (1793, 2560)])
+def test_formats_compile(n: int, k: int, name: str, arch: str, tmp_path: Path) -> None:
+    plan = plan_stream(n, k, 132, format_name=name)
     for rows in (8, 64):
         macros = kernel_macros(plan, choose_variant(plan, rows, arch == "sm_90a"))
         assert compile_cuda("linear.cu", macros, arch, tmp_path).startswith(b"\x7fELF")

@@ -120,6 +120,34 @@ SPREAD_CASES = [
     ),
 ]
 
+SHARE_CASES = [
+    # all weights in registers at once, in two passes; a cluster's rows that begin inside of a block of the plan
+    *(
+        in_format(
+            name,
+            SPREAD,
+            "share",
+            [TALL, Variant(1, True, 2, 1, warpgroups=2), Variant(2, True, 2, 1, clusters=2, warpgroups=1)],
+            "bf16 nvfp4",
+        )
+        for name in ("bf16", "fp8_channel", "mxfp8", "nvfp4")
+    ),
+    # registers are used again; the last of three clusters has fewer rows
+    in_format("mxfp8", PIECES, "few stages", [TALL, Variant(2, True, 1, 3, clusters=3, warpgroups=1)], "mxfp8"),
+    # padded columns in the last slice, a cluster without rows
+    in_format(
+        "bf16",
+        replace(SPREAD, n=9, rows=3, pass_rows=3, k=496),
+        "padded",
+        [TALL, *(Variant(tiles, True, 1, 2, clusters=5, warpgroups=1) for tiles in (2, 3))],
+        "bf16",
+    ),
+    # x takes two rounds of reads
+    in_format(
+        "bf16", StreamPlan(9, 1792, 1, 8, 1, 5, 5, 7, 7, 1), "wide x", [TALL, Variant(5, True, 1, 3, warpgroups=1)]
+    ),
+]
+
 
 @pytest.mark.parametrize("case", CASES)
 def test_kernel_on_the_host(case: str, tmp_path: Path) -> None:
@@ -138,6 +166,12 @@ def test_slices_spread_over_a_cluster(plan: StreamPlan, variants: list[Variant],
     check(plan, variants, tmp_path)
 
 
+@pytest.mark.parametrize(("plan", "variants"), SHARE_CASES)
+def test_warpgroups_share_a_cluster(plan: StreamPlan, variants: list[Variant], tmp_path: Path) -> None:
+    """The same bits as the ring kernel gives, from sums that lie the other way round."""
+    check(plan, variants, tmp_path)
+
+
 def check(plan: StreamPlan, variants: list[Variant], directory: Path) -> None:
     """Right values, the same bits from every variant and for every number of rows, no fault."""
     make = torch.Generator().manual_seed(0)
@@ -149,7 +183,7 @@ def check(plan: StreamPlan, variants: list[Variant], directory: Path) -> None:
     longest = x.new_empty((0, plan.n))
     for variant in variants:
         library = build(plan, variant, directory)
-        for rows in (3, min(20, variant.max_rows)) if variant.together == 0 else (20,):
+        for rows in (min(20, variant.max_rows),) if variant.across_blocks else (3, min(20, variant.max_rows)):
             y = run(library, plan, variant, tape, scales, x[:rows])
             assert bool(((y.double() - exact[:rows]).abs() <= bound[:rows]).all())
             shared_rows = min(rows, longest.shape[0])
@@ -290,7 +324,9 @@ def run(
     out = torch.full((rows + 2, n + 3), torch.nan, dtype=torch.bfloat16)
     arguments = ctypes.create_string_buffer(pack_arguments(tape, held[:, : plan.k], out[:rows], scales))
     library.run.argtypes = [ctypes.c_void_p, *[ctypes.c_uint64] * 3, *[ctypes.c_int] * 3, ctypes.c_uint64]
-    blocks, cluster = (spread_clusters(plan, variant) * WARPS, WARPS) if variant.together else (plan.blocks, plan.split)
+    blocks, cluster = plan.blocks, plan.split
+    if variant.across_blocks:
+        blocks, cluster = spread_clusters(plan, variant) * WARPS, WARPS
     limits = (tape.numel(), size(scales), held.numel() * 2)
     assert library.run(arguments, *limits, blocks, cluster, block_threads(variant), shared_bytes(plan, variant)) == 0
     assert bool(out[rows:].isnan().all())

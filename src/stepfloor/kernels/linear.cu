@@ -5,8 +5,8 @@
 //
 // A step is 32 columns. Lane (g, t) owns 8 consecutive ones, 8t .. 8t + 7, of weight row g and of rows g and g + 8 of x:
 // one 16-byte read of each feeds two matrix steps. Which column is called k inside a step does not matter as long as
-// both operands agree. Weight rows past the last one of a piece are read as whatever lies there: they spoil columns of
-// the sums that nobody stores.
+// both operands agree. Weight rows past the last one of a piece repeat it: they spoil columns of the sums that nobody
+// stores.
 //
 // The order of a value's sum is the same in every kernel here, whatever the number of rows: inside a slice of STEPS steps
 // the lower and the upper half of each 32 columns in step order, their sum, then the slices in order from zero. With a scale
@@ -26,9 +26,10 @@
 // FORMAT          of the weights, see formats.cuh; FLUSH  steps that meet one block scale together
 // TILES, TALL     tiles of x rows; whether a tile has 16 rows or 8
 // BATCH           steps of x requested at once
-// FORM            0: ring, 1: group, 2: spread; STAGE_STEPS and STAGES belong to the last two
-// TOGETHER        passes that a warp of the spread kernel takes at a time
-// CLUSTERS        of the spread kernel; BUFFERS  of its sums
+// FORM            0: ring, 1: group, 2: spread, 3: share; STAGE_STEPS and STAGES belong to the last three
+// CLUSTERS        of the spread and share kernels
+// TOGETHER        passes that a warp of the spread kernel takes at a time; BUFFERS  of its sums
+// WARPGROUPS      of the share kernel, 64 weight rows each
 // PER_SM          blocks that fit on a multiprocessor together, so that the next kernel can start early
 // FIRST_BLOCK     one of two matrices in linear_pair.cu: the first block of the grid that has its rows; from row GAP_AT on
 //                 they have their columns GAP further. Its ring form alone knows these three
@@ -97,6 +98,23 @@ template <bool BOTH> DEVICE void step(float (&even)[4], float (&odd)[4], const F
   }
 }
 
+#if FORM == 1 || FORM == 3
+// ------------------------------------------------------------------ rows of x as the operands of warpgroups
+
+constexpr int X_ROWS = TILES * 16;
+constexpr int X_STEP = X_ROWS * 64;  // the lower halves of each 8 columns, then the upper ones
+
+// Columns 8t .. 8t + 7 of a row go to four operands of 8 x 8, a pair of columns to each.
+DEVICE void store_operands(u32 step, int row, int t, const Words& words) {
+  const u32 place = step + row / 8 * 256 + row % 8 * 16 + t * 4;
+  store_shared_word(place, words.x);
+  store_shared_word(place + 128, words.y);
+  store_shared_word(place + X_STEP / 2, words.z);
+  store_shared_word(place + X_STEP / 2 + 128, words.w);
+}
+
+#endif
+
 #if FORM == 0
 // ------------------------------------------------------------------ ring: warps share the columns
 
@@ -108,7 +126,7 @@ constexpr int REDUCE_ROWS = REDUCE_PASSES * PASS_ROWS;
 constexpr int REDUCE_WIDTHS = REDUCE_PASSES * WIDTHS;
 constexpr int PITCH = (REDUCE_WIDTHS + (REDUCE_WIDTHS % 2 == 0)) * 8;  // 8 or 24 modulo 32 floats: no bank conflict
 constexpr int REDUCE_BUFFERS = PASSES > REDUCE_PASSES || TILES > 1 ? 2 : 1;
-constexpr int RING_BYTES = WARPS * SLOTS * PIECE_BYTES + 512;  // 512: what idle lanes read past the last row
+constexpr int RING_BYTES = WARPS * SLOTS * PIECE_BYTES;
 constexpr int REDUCE_FLOATS = WARPS * TILE_ROWS * PITCH;
 constexpr int BLOCK_COLUMNS = (K + 127) / 128;
 // What a block needs of the scales: those of its rows, or the lines of blocks that its rows lie in.
@@ -326,7 +344,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) linear_kernel(cons
 // slices follow one another and close their sums where a warp of the ring kernel would. More warps fill the stages in turn:
 // x has to be rearranged on its way, and the fence behind that waits for everything a warp has under way.
 constexpr int CONSUMERS = WARPS, PRODUCERS = TILES <= 4 ? 8 : 4;  // sums of more rows take more than 128 registers
-constexpr int X_ROWS = TILES * 16;
 constexpr int PANEL_PASSES = 128 / PASS_ROWS;
 constexpr int PANELS = (PASSES + PANEL_PASSES - 1) / PANEL_PASSES;
 constexpr int PARTS = STEPS / STAGE_STEPS;  // stages of a slice
@@ -334,7 +351,6 @@ constexpr int TURNS = PANELS * SLICES * PARTS;
 constexpr int CHUNK_STAGES = CHUNK_STEPS / STAGE_STEPS;
 constexpr int STAGE_UNITS = STAGE_STEPS / UNIT_STEPS;
 constexpr int SLOT_BYTES = STAGE_UNITS * unit_bytes(PASS_ROWS);  // of one pass
-constexpr int X_STEP = X_ROWS * 64;  // the lower halves of each 8 columns, then the upper ones
 constexpr int X_BYTES = STAGE_STEPS * X_STEP;
 constexpr int STAGE_BYTES = X_BYTES + PANEL_PASSES * SLOT_BYTES;
 constexpr int X_SHARE = X_ROWS * STAGE_STEPS / 8;  // reads of 16 bytes by each lane of a producer
@@ -357,7 +373,6 @@ DEVICE void request_weights(const Arguments& a, u32 to, u32 full, int turn, int 
   bulk_copy(to + lane * SLOT_BYTES, from, bytes, full, policy);
 }
 
-// Columns 8t .. 8t + 7 of a row go to four operands of 8 x 8, a pair of columns to each.
 DEVICE void copy_rows(const Arguments& a, u32 to, u32 full, int turn, int lane) {
   const int column = (turn / PARTS % SLICES * STEPS + turn % PARTS * STAGE_STEPS) * 32 + lane % 4 * 8;
 #pragma unroll 1
@@ -372,11 +387,7 @@ DEVICE void copy_rows(const Arguments& a, u32 to, u32 full, int turn, int lane) 
 #pragma unroll
     for (int i = 0; i < X_BATCH; i++) {
       const int at = (done + i) * 8 + lane / 4;
-      const u32 place = to + at / X_ROWS * X_STEP + at % X_ROWS / 8 * 256 + at % 8 * 16 + lane % 4 * 4;
-      store_shared_word(place, words[i].x);
-      store_shared_word(place + 128, words[i].y);
-      store_shared_word(place + X_STEP / 2, words[i].z);
-      store_shared_word(place + X_STEP / 2 + 128, words[i].w);
+      store_operands(to + at / X_ROWS * X_STEP, at % X_ROWS, lane % 4, words[i]);
     }
   }
   operands_stored();
@@ -388,7 +399,7 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + PRODUCERS) * 32, 1) li
   extern __shared__ __align__(128) u8 shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const u32 stages = shared_address(shared);
-  const u32 full = stages + STAGES * STAGE_BYTES + 512, empty = full + 8 * STAGES;  // 512: what lanes of dead rows read past the last one
+  const u32 full = stages + STAGES * STAGE_BYTES, empty = full + 8 * STAGES;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
       barrier_init(full + 8 * i, 2);  // weights and x
@@ -471,7 +482,7 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + PRODUCERS) * 32, 1) li
   }
 }
 
-#else
+#elif FORM == 2
 // ------------------------------------------------------------------ spread: the slices lie in the blocks of a cluster
 
 // A block has the columns of one slice: it reads x once, and a fragment of x from shared memory feeds all weight rows that a
@@ -558,7 +569,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) linear_kernel(cons
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int rank = blockIdx.x % SLICES, first = blockIdx.x / SLICES * SHARE, end = min(first + SHARE, TOTAL);
   const u32 x_items = shared_address(shared), ring = x_items + X_BYTES;
-  float* sums = (float*)(shared + X_BYTES + WARPS * STAGES * STAGE_BYTES + 512);  // 512: what idle lanes read past the last row
+  float* sums = (float*)(shared + X_BYTES + WARPS * STAGES * STAGE_BYTES);
   Stages stages{a.tape, ring + warp * STAGES * STAGE_BYTES, first, end, rank, warp, lane, 0, 0, 0, evict_first_policy()};
   for (int i = 0; i < STAGES - 1; i++) stages.request();  // weights first: they do not depend on the kernel before
   launch_dependents();
@@ -655,5 +666,151 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) linear_kernel(cons
     add_slices(a, sums + (ROUNDS - 1) % 2 * SUMS_FLOATS, rank, ROUNDS - 1, first, end);
     cluster_leave();  // a block that ends takes its shared memory with it
   }
+}
+
+#else
+// ------------------------------------------------------------------ share: the rows of a cluster by warpgroups, slices in its blocks
+
+// A block has the columns of one slice and the weight rows of its cluster, 64 of each warpgroup. The slice of x lies in shared
+// memory as operands; the weights go from memory to the registers in which they are operands, STAGES stages of them on the
+// way, and a lane finds its two weight rows by itself. Then each block sends the sums of its slice to the blocks of the
+// cluster that finish those rows of x.
+constexpr int SHARE_THREADS = WARPGROUPS * 128;
+constexpr int SHARE_ROWS = (N + CLUSTERS - 1) / CLUSTERS;  // of a cluster
+constexpr int GROUP_ROWS = WARPGROUPS * 64;
+constexpr int STAGE_UNITS = STAGE_STEPS / UNIT_STEPS;
+constexpr int PARTS = STEPS / STAGE_STEPS;  // stages of a slice
+constexpr int X_STRIDE = WARPGROUPS * 2;  // two warps read a step of x: half of the rows, 8 at a time, every X_STRIDE-th step
+constexpr int X_STEPS = (STEPS + X_STRIDE - 1) / X_STRIDE;
+constexpr int X_BATCH = X_STEPS * TILES <= 16 ? X_STEPS : 16 / TILES;  // 64 registers
+constexpr int OWNED_PAIRS = X_ROWS / SLICES / 2;                       // pairs of rows of x that a block finishes
+constexpr int PAIR_FLOATS = GROUP_ROWS * 2;
+static_assert(SPLIT == 1 && STACKS == 1 && SLICES == WARPS && !BLOCK_SCALES && TALL && SHARE_ROWS <= GROUP_ROWS, "plan");
+static_assert(STEPS % STAGE_STEPS == 0 && STAGE_STEPS % UNIT_STEPS == 0 && STAGES <= PARTS, "plan");
+
+// A weight row of this lane: its place on the tape of this block's slice.
+struct Strip {
+  const u8* from;
+  int live, inside;
+
+  DEVICE Strip(const u8* tape, int row, int rank) {
+    const int block = row / ROWS, pass = row % ROWS / PASS_ROWS;
+    inside = row % ROWS % PASS_ROWS;
+    live = pass == PASSES - 1 ? LAST_ROWS : PASS_ROWS;
+    from = tape + (u64)pass * ((u64)TAPES * CHUNKS * PIECE_BYTES) + (u64)(block * WARPS + rank) * (CHUNK_UNITS * unit_bytes(live));
+  }
+  DEVICE Codes load(int unit, int t, u64 policy) const {
+    const u64 before = (u64)(unit / CHUNK_UNITS) * TAPES * CHUNK_UNITS + unit % CHUNK_UNITS;
+    return load_codes(from + before * unit_bytes(live), live, inside, t, policy);
+  }
+};
+
+// Adds the slices of the values that this block finishes, in order. sums: [slice][pair of rows of x][place][row of x]; places
+// are weight rows 0, 8, 1, 9, .. of every 16.
+DEVICE void add_slices(const Arguments& a, const float* sums, int rank, int first, int end) {
+  for (int e = threadIdx.x; e < GROUP_ROWS * OWNED_PAIRS; e += SHARE_THREADS) {
+    const int place = e % GROUP_ROWS, pair = e / GROUP_ROWS, m = (rank * OWNED_PAIRS + pair) * 2;
+    const int row = first + place / 16 * 16 + place % 2 * 8 + place / 2 % 8;
+    if (row >= end || m >= a.rows) continue;
+    float2 value = make_float2(0.f, 0.f), parts[SLICES];
+#pragma unroll
+    for (int slice = 0; slice < SLICES; slice++)
+      parts[slice] = *(const float2*)(sums + (slice * OWNED_PAIRS + pair) * PAIR_FLOATS + place * 2);
+#pragma unroll
+    for (int slice = 0; slice < SLICES; slice++) {
+      value.x += parts[slice].x;
+      value.y += parts[slice].y;
+    }
+    const float scale = ROW_SCALES ? load_global_float(a.scales + row) : 1.f;
+    a.out[m * a.out_stride + row] = to_bf16(ROW_SCALES ? value.x * scale : value.x);
+    if (m + 1 < a.rows) a.out[(m + 1) * a.out_stride + row] = to_bf16(ROW_SCALES ? value.y * scale : value.y);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(SHARE_THREADS, 1) linear_kernel(const __grid_constant__ Arguments a) {
+  extern __shared__ __align__(128) u8 shared[];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int rank = blockIdx.x % SLICES, first = blockIdx.x / SLICES * SHARE_ROWS, end = min(first + SHARE_ROWS, N);
+  const u32 x = shared_address(shared), sums = x + STEPS * X_STEP, received = sums + SLICES * OWNED_PAIRS * PAIR_FLOATS * 4;
+  const u64 policy = evict_first_policy();
+
+  // weight rows past the last one repeat it: they spoil sums that nobody stores
+  const int row = first + warp * 16 + g;
+  const Strip top(a.tape, min(row, end - 1), rank), bottom(a.tape, min(row + 8, end - 1), rank);
+  Codes codes[STAGES][STAGE_UNITS][2];
+  const auto request = [&](int part) {
+#pragma unroll
+    for (int unit = 0; unit < STAGE_UNITS; unit++) {
+      codes[part % STAGES][unit][0] = top.load(part * STAGE_UNITS + unit, t, policy);
+      codes[part % STAGES][unit][1] = bottom.load(part * STAGE_UNITS + unit, t, policy);
+    }
+  };
+#pragma unroll
+  for (int part = 0; part < STAGES; part++) request(part);  // weights first: they do not depend on the kernel before
+  launch_dependents();
+  if (threadIdx.x == 0) {
+    const int pairs = max(0, min(OWNED_PAIRS, (a.rows + 1) / 2 - rank * OWNED_PAIRS));
+    barrier_init(received, 1);
+    barrier_init_done();
+    barrier_expect(received, SLICES * pairs * PAIR_FLOATS * 4);
+  }
+  __syncwarp();
+  cluster_arrive();
+  wait_for_predecessor();
+
+  // Rows of x past the last one repeat it, too; steps past the last one store it again.
+  const int half = warp % 2 * TILES * 8;
+#pragma unroll 1
+  for (int done = warp / 2; done < STEPS; done += X_BATCH * X_STRIDE) {
+    Words words[X_BATCH][TILES];  // all reads before the first store
+#pragma unroll
+    for (int i = 0; i < X_BATCH; i++)
+#pragma unroll
+      for (int tile = 0; tile < TILES; tile++) {
+        const u16* from = a.x + min(half + tile * 8 + g, a.rows - 1) * a.x_stride;
+        words[i][tile] = load_row(from, (rank * STEPS + min(done + i * X_STRIDE, STEPS - 1)) * 32 + t * 8);
+      }
+#pragma unroll
+    for (int i = 0; i < X_BATCH; i++)
+#pragma unroll
+      for (int tile = 0; tile < TILES; tile++)
+        store_operands(x + min(done + i * X_STRIDE, STEPS - 1) * X_STEP, half + tile * 8 + g, t, words[i][tile]);
+  }
+  operands_stored();
+  __syncthreads();
+
+  float even[X_ROWS / 2], odd[X_ROWS / 2];
+#pragma unroll
+  for (int i = 0; i < X_ROWS / 2; i++) even[i] = odd[i] = 0.f;
+#pragma unroll
+  for (int part = 0; part < PARTS; part++) {
+#pragma unroll
+    for (int unit = 0; unit < STAGE_UNITS; unit++)
+#pragma unroll
+      for (int j = 0; j < UNIT_STEPS; j++) {
+        const Words u = decode(codes[part % STAGES][unit][0], j, t), v = decode(codes[part % STAGES][unit][1], j, t);
+        const u32 at = x + (part * STAGE_STEPS + unit * UNIT_STEPS + j) * X_STEP;
+        group_begin();
+        group_step<X_ROWS>(even, u.x, v.x, u.y, v.y, at);
+        group_step<X_ROWS>(odd, u.z, v.z, u.w, v.w, at + X_STEP / 2);
+      }
+    group_commit();
+    group_wait();
+    if (part + STAGES < PARTS) request(part + STAGES);
+  }
+
+  cluster_wait();  // all blocks have their barriers
+  const u32 mine = sums + (rank * OWNED_PAIRS * PAIR_FLOATS + (warp * 8 + g) * 4) * 4;
+#pragma unroll
+  for (int j = 0; j < X_ROWS / 8; j++) {
+    const int pair = j * 4 + t, owner = pair / OWNED_PAIRS;
+    if (pair * 2 >= a.rows) continue;
+    float values[4];
+#pragma unroll
+    for (int c = 0; c < 4; c++) values[c] = even[j * 4 + c] + odd[j * 4 + c];
+    send_peer(peer_address(mine + pair % OWNED_PAIRS * (PAIR_FLOATS * 4), owner), values, peer_address(received, owner));
+  }
+  barrier_wait_cluster(received, 0);
+  add_slices(a, (const float*)(shared + STEPS * X_STEP), rank, first, end);
 }
 #endif

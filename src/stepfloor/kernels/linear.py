@@ -54,9 +54,11 @@ class Variant:
     """A kernel for a range of row counts; all variants of a plan give a row the same bits.
 
     tiles        tiles of x rows; tall  whether a tile has 16 rows or 8
-    stage_steps  steps of a stage of the group and spread kernels, 0 for the ring kernel; stages  in shared memory
+    stage_steps  steps of a stage of the group, spread and share kernels, 0 for the ring
+    stages       of them in shared memory, of the share kernel in registers
     together     passes that a warp of the spread kernel takes at a time, 0 for the others; buffers  of its sums
-    clusters     of the spread kernel, 0 for as many as the plan's multiprocessors hold
+    clusters     of the spread and share kernels, 0 for as many as the plan's multiprocessors hold
+    warpgroups   of the share kernel, 64 weight rows of a cluster each; 0 for the others
     """
 
     tiles: int
@@ -66,6 +68,17 @@ class Variant:
     together: int = 0
     buffers: int = 1
     clusters: int = 0
+    warpgroups: int = 0
+
+    @property
+    def form(self) -> int:
+        """The FORM of `linear.cu`: 0 ring, 1 group, 2 spread, 3 share."""
+        return 3 if self.warpgroups else 2 if self.together else int(self.stage_steps > 0)
+
+    @property
+    def across_blocks(self) -> bool:
+        """Whether the slices of a value lie in the eight blocks of a cluster: spread and share."""
+        return self.form >= 2
 
     @property
     def max_rows(self) -> int:
@@ -372,15 +385,16 @@ def plan_stream(
 
 
 def choose_variant(plan: StreamPlan, rows: int, warpgroups: bool = True) -> Variant:
-    """The kernel for this many rows of x; warpgroups: whether the GPU has the instructions of the group kernel."""
+    """The kernel for this many rows of x; warpgroups: whether the GPU has what group and share need."""
     if rows <= 8:
         return Variant(1, False)
     tiles = min(-(-rows // 16), MAX_ROWS // 16)
+    if warpgroups and tiles > 1 and (group := group_variant(plan, tiles)) is not None:
+        return group
+    if warpgroups and (share := share_variant(plan, tiles)) is not None:
+        return share
     if tiles == 1:
         return Variant(1, True)
-    group = group_variant(plan, tiles) if warpgroups else None
-    if group is not None:
-        return group
     spread = spread_variant(plan, tiles)
     if spread is not None:
         return spread
@@ -421,7 +435,7 @@ def group_bytes(plan: StreamPlan, variant: Variant) -> int:
     """Shared memory of a block of the group kernel."""
     slot = variant.stage_steps // plan.coding.unit * plan.unit_bytes(plan.pass_rows)
     stage = variant.stage_steps * variant.max_rows * 64 + 128 // plan.pass_rows * slot
-    return variant.stages * (stage + 16) + 512
+    return variant.stages * (stage + 16)
 
 
 def spread_variant(plan: StreamPlan, tiles: int) -> Variant | None:
@@ -444,8 +458,41 @@ def spread_variant(plan: StreamPlan, tiles: int) -> Variant | None:
     return None
 
 
+def share_variant(plan: StreamPlan, tiles: int, clusters: int = 0) -> Variant | None:
+    """The share kernel for this many tiles of x rows, or None where a cluster has too many weight rows for it.
+
+    clusters  0 for one fewer than the plan's multiprocessors hold: an H200 runs no more at once
+    """
+    if plan.split > 1 or plan.slices < WARPS or plan.format == "fp8_block":
+        return None
+    variant = Variant(tiles, True, clusters=clusters or max(1, plan.blocks // WARPS - 1))
+    warpgroups = -(-share_rows(plan, variant) // 64)
+    if warpgroups > 3:
+        return None
+    unit = plan.coding.unit
+    stage_steps = largest_divisor(plan.steps, 2 * unit, unit)
+    # registers of a lane for its two weight rows in a stage; those left beside sums, addresses and decoded weights
+    taken = stage_steps * {"bf16": 8, "mxfp8": 6, "nvfp4": 3}.get(plan.format, 4)
+    room = min(255, 65536 // (warpgroups * 128) // 8 * 8) - 16 * tiles - (40 if plan.format == "bf16" else 48)
+    # six at most: requests wait for each other, and only behind them a block waits for its predecessor. One H200, out
+    # in FP8 at 16 rows: 7.9 us, with twelve 8.7
+    stages = max(1, min(6, plan.steps // stage_steps, room // taken))
+    variant = replace(variant, stage_steps=stage_steps, stages=stages, warpgroups=warpgroups)
+    return variant if share_bytes(plan, variant) <= SHARED_LIMIT else None
+
+
+def share_rows(plan: StreamPlan, variant: Variant) -> int:
+    """Weight rows of a cluster of the share kernel."""
+    return -(-plan.n // spread_clusters(plan, variant))
+
+
+def share_bytes(plan: StreamPlan, variant: Variant) -> int:
+    """Shared memory of a block of the share kernel: x, the sums that the blocks of the cluster send, a barrier."""
+    return variant.max_rows * (plan.steps * 64 + variant.warpgroups * 256) + 8
+
+
 def spread_clusters(plan: StreamPlan, variant: Variant) -> int:
-    """Clusters of the spread kernel, a block for each slice."""
+    """Clusters of the spread and share kernels, a block for each slice."""
     return variant.clusters or max(1, plan.blocks // WARPS)
 
 
@@ -455,10 +502,23 @@ def fit_variant(plan: StreamPlan, variant: Variant, device: torch.device, cache_
 
     132 multiprocessors hold 16 clusters of 8 blocks, but an H200 runs 15: those of a cluster lie in one part of it.
     """
-    if variant.together == 0:
+    if not variant.across_blocks:
         return variant
     at_once = launch_for(plan, variant, device, cache_dir).clusters_at_once
-    return variant if at_once >= spread_clusters(plan, variant) else replace(variant, clusters=max(1, at_once))
+    if at_once >= spread_clusters(plan, variant):
+        return variant
+    return with_clusters(plan, variant, max(1, at_once))
+
+
+def with_clusters(plan: StreamPlan, variant: Variant, clusters: int) -> Variant:
+    """The spread or share kernel with so many clusters; spread or ring where those are too few for share."""
+    if variant.form == 2:
+        return replace(variant, clusters=clusters)
+    larger = share_variant(plan, variant.tiles, clusters)
+    if larger is not None:
+        return larger
+    spread = spread_variant(plan, variant.tiles) if variant.tiles > 1 else None
+    return Variant(1, True) if spread is None else replace(spread, clusters=clusters)
 
 
 def spread_bytes(plan: StreamPlan, variant: Variant) -> int:
@@ -467,7 +527,7 @@ def spread_bytes(plan: StreamPlan, variant: Variant) -> int:
     x = variant.tiles * 16 * plan.steps * 64
     ring = WARPS * variant.stages * variant.together * (variant.stage_steps // unit) * unit_bytes
     pitch = WARPS * variant.together * -(-plan.pass_rows // 8) * 8 + 8
-    return x + ring + 512 + variant.buffers * variant.tiles * 16 * pitch * 4
+    return x + ring + variant.buffers * variant.tiles * 16 * pitch * 4
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -543,15 +603,14 @@ def launch_for(
 ) -> Launch:
     """The compiled kernel, once a process: plans are few and modules are not unloaded."""
     cubin = compile_cuda("linear.cu", kernel_macros(plan, variant), device_arch(device), cache_dir)
-    spread = variant.together > 0
     return Launch(
         cubin,
         "linear_kernel",
         device,
-        spread_clusters(plan, variant) * WARPS if spread else plan.blocks,
+        spread_clusters(plan, variant) * WARPS if variant.across_blocks else plan.blocks,
         block_threads(variant),
         shared_bytes(plan, variant),
-        cluster=WARPS if spread else plan.split,
+        cluster=WARPS if variant.across_blocks else plan.split,
         dependent=dependent,
     )
 
@@ -564,21 +623,22 @@ def kernel_macros(plan: StreamPlan, variant: Variant) -> dict[str, int]:
         "TALL": int(variant.tall),
         "BATCH": batch_steps(plan, variant),
         "FLUSH": plan.grain,
-        "FORM": 2 if variant.together else int(variant.stage_steps > 0),
+        "FORM": variant.form,
         "STAGE_STEPS": max(1, variant.stage_steps),
         "STAGES": variant.stages,
         "TOGETHER": max(1, variant.together),
         "CLUSTERS": spread_clusters(plan, variant),
         "BUFFERS": variant.buffers,
+        "WARPGROUPS": variant.warpgroups,
         "PER_SM": blocks_per_multiprocessor(plan, variant),
     }
 
 
 def block_threads(variant: Variant) -> int:
     """Threads of a block: the group kernel has more warps, that copy."""
-    if variant.stage_steps == 0 or variant.together:
-        return WARPS * 32
-    return (WARPS + copying_warps(variant.tiles)) * 32
+    if variant.form == 3:
+        return variant.warpgroups * 128
+    return (WARPS + (copying_warps(variant.tiles) if variant.form == 1 else 0)) * 32
 
 
 def copying_warps(tiles: int) -> int:
@@ -602,22 +662,20 @@ def batch_steps(plan: StreamPlan, variant: Variant) -> int:
 def blocks_per_multiprocessor(plan: StreamPlan, variant: Variant) -> int:
     """2 where the next kernel's block fits beside this one: 128 registers a thread and half of the shared memory."""
     # NVFP4 in several passes: 128 registers spill
-    narrow = variant.tiles == 1 and not (plan.format == "nvfp4" and plan.passes > 1)
+    narrow = variant.tiles == 1 and variant.form != 3 and not (plan.format == "nvfp4" and plan.passes > 1)
     return 2 if narrow and shared_bytes(plan, variant) <= SHARED_LIMIT_OF_TWO else 1
 
 
 def shared_bytes(plan: StreamPlan, variant: Variant) -> int:
     """Dynamic shared memory of a block, as `linear.cu` lays it out."""
-    if variant.together:
-        return spread_bytes(plan, variant)
-    if variant.stage_steps:
-        return group_bytes(plan, variant)
+    if variant.form > 0:
+        return (group_bytes, spread_bytes, share_bytes)[variant.form - 1](plan, variant)
     tile_rows = 16 if variant.tall else 8
     reduce_passes = 1 if plan.passes == 1 else max(1, (16 if variant.tall else 32) // plan.pass_rows)
     widths = reduce_passes * -(-plan.pass_rows // 8)
     pitch = (widths + (widths % 2 == 0)) * 8
     buffers = 2 if plan.passes > reduce_passes or variant.tiles > 1 else 1
-    ring = WARPS * plan.slots * plan.piece_bytes + 512
+    ring = WARPS * plan.slots * plan.piece_bytes
     sums = buffers * WARPS * tile_rows * pitch * 4
     partial = variant.tiles * tile_rows * plan.rows * plan.stacks * 4 if plan.split > 1 else 0
     table = _table_floats(plan)

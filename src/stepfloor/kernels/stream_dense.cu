@@ -36,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) dense_kernel(const __grid_
   const int tape = (from / BLOCK_ROWS * SPLIT + part) * WARPS + from % BLOCK_ROWS / ROWS * SLICES + slice;
   const u64 before = (u64)pass * TAPES * WARP_UNITS * unit_bytes(PASS_ROWS);
   const u64 piece = ((u64)(step / CHUNK_UNITS) * TAPES + tape) * CHUNK_UNITS + step % CHUNK_UNITS;
-  const Codes codes = load_codes(a.tape + before + piece * unit_bytes(live), live, inside % PASS_ROWS, t);
+  const Codes codes = load_codes(a.tape + before + piece * unit_bytes(live), live, inside % PASS_ROWS, t, evict_first_policy());
 #pragma unroll
   for (int j = 0; j < UNIT_STEPS; j++) {
     const int column = (unit * UNIT_STEPS + j) * 32 + t * 8;

@@ -138,6 +138,7 @@ inline void barrier_wait(u32 barrier, u32 parity) {
     else std::this_thread::sleep_for(std::chrono::microseconds(100));  // leaves the core to those waited for
   }
 }
+inline void barrier_wait_cluster(u32 barrier, u32 parity) { barrier_wait(barrier, parity); }
 inline u64 evict_first_policy() { return 0; }
 inline void bulk_copy_kept(u32 to, const void* from, u32 bytes, u32 barrier) {
   check_global(from, bytes);
@@ -188,6 +189,8 @@ inline u32 load_shared_byte(u32 address) {
 inline u32 load_global_word(const void* from) { return load_scalar<u32>(from); }
 inline u32 load_global_byte(const void* from) { return load_scalar<u8>(from); }
 inline u64 load_global_u64(const void* from) { return load_scalar<u64>(from); }
+inline Words load_global_streamed(const void* from, u64) { return load_global(from); }
+inline u64 load_global_u64_streamed(const void* from, u64) { return load_global_u64(from); }
 inline u16 load_half(const void* from) { return load_scalar<u16>(from); }
 inline float load_global_float(const void* from) { return load_scalar<float>(from); }
 inline void named_barrier_arrive(int id, int threads) { (void)block->barrier_of(id, threads).arrive(); }

@@ -33,9 +33,11 @@ struct Codes {
   u32 scale;
 };
 
-// unit: shared address; rows: weight rows of the unit; row: this lane's
+// unit: shared address; rows: weight rows of the unit; row: this lane's. Rows past the last one repeat it: behind the unit lies
+// what another copy may be writing.
 DEVICE Codes load_codes(u32 unit, int rows, int row, int t) {
   Codes c;
+  row = min(row, rows - 1);
   if constexpr (FORMAT == BF16) {
     c.words = load_shared(unit + row * 64 + t * 16);
   } else {
@@ -49,12 +51,12 @@ DEVICE Codes load_codes(u32 unit, int rows, int row, int t) {
 }
 
 // The same from global memory.
-DEVICE Codes load_codes(const u8* unit, int rows, int row, int t) {
+DEVICE Codes load_codes(const u8* unit, int rows, int row, int t, u64 policy) {
   Codes c;
   if constexpr (FORMAT == BF16) {
-    c.words = load_global(unit + row * 64 + t * 16);
+    c.words = load_global_streamed(unit + row * 64 + t * 16, policy);
   } else {
-    const u64 pair = load_global_u64(unit + row * 32 + t * 8);
+    const u64 pair = load_global_u64_streamed(unit + row * 32 + t * 8, policy);
     c.words.x = (u32)pair;
     c.words.y = (u32)(pair >> 32);
     if constexpr (FORMAT == MXFP8) c.scale = load_global_byte(unit + rows * 32 + row);

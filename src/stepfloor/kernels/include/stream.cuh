@@ -62,6 +62,19 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
       : "memory");
 }
 
+// The same for what other blocks of the cluster sent.
+DEVICE void barrier_wait_cluster(u32 barrier, u32 parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again_%=:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again_%=;\n"
+      "}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
 // ------------------------------------------------------------------ copies and loads
 
 // Weights are read once a step: they leave the L2 first, so that activations stay.
@@ -153,6 +166,20 @@ DEVICE u64 load_global_u64(const void* pointer) {
   return v;
 }
 
+// Weights, by evict_first_policy.
+DEVICE Words load_global_streamed(const void* pointer, u64 policy) {
+  Words v;
+  asm volatile("ld.global.cg.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(pointer), "l"(policy));
+  return v;
+}
+DEVICE u64 load_global_u64_streamed(const void* pointer, u64 policy) {
+  u64 v;
+  asm volatile("ld.global.cg.L2::cache_hint.u64 %0, [%1], %2;" : "=l"(v) : "l"(pointer), "l"(policy));
+  return v;
+}
+
 DEVICE u16 load_half(const void* pointer) {
   u16 v;
   asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(pointer));
@@ -234,14 +261,17 @@ DEVICE void matrix_step(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u
                ", %" #A3 "}, %" #B ", 1, 1, 1, 0;"                                                                                \
                : __VA_ARGS__                                                                                                      \
                : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(operand))
-#define REGISTERS_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define REGISTERS_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define REGISTERS_16 REGISTERS_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define REGISTERS_24 REGISTERS_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define REGISTERS_32 REGISTERS_24 ", %24, %25, %26, %27, %28, %29, %30, %31"
 #define REGISTERS_40 REGISTERS_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
 template <int WIDTH> DEVICE void group_step(float (&d)[WIDTH / 2], u32 a0, u32 a1, u32 a2, u32 a3, u32 b) {
-  // no swizzle; 128 bytes from one half of k to the other, 256 from 8 columns to the next
-  const u64 operand = (u64)(b >> 4) | (u64)(128 >> 4) << 16 | (u64)(256 >> 4) << 32;
-  static_assert(WIDTH == 32 || WIDTH == 48 || WIDTH == 64 || WIDTH == 80, "columns");
+  // no swizzle; 128 bytes from one half of k to the other, 256 from 8 columns to the next. In a cluster the bits of an address
+  // from 24 on name the block: the descriptor has no room for them.
+  const u64 operand = (u64)(b >> 4 & 0x3fff) | (u64)(128 >> 4) << 16 | (u64)(256 >> 4) << 32;
+  static_assert(WIDTH == 16 || WIDTH == 32 || WIDTH == 48 || WIDTH == 64 || WIDTH == 80, "columns");
+  if constexpr (WIDTH == 16) GROUP_STEP(16, REGISTERS_8, 8, 9, 10, 11, 12, LIST_8(IN_OUT, 0));
   if constexpr (WIDTH == 32) GROUP_STEP(32, REGISTERS_16, 16, 17, 18, 19, 20, LIST_8(IN_OUT, 0), LIST_8(IN_OUT, 8));
   if constexpr (WIDTH == 48)
     GROUP_STEP(48, REGISTERS_24, 24, 25, 26, 27, 28, LIST_8(IN_OUT, 0), LIST_8(IN_OUT, 8), LIST_8(IN_OUT, 16));
