@@ -23,13 +23,11 @@ from stepfloor.kernels import moe_route as route_module
 from stepfloor.kernels._experts import SCALE_REST, decode_arguments, decode_macros, pack_experts
 from stepfloor.kernels.moe_down import (
     DownPlan,
-    ManyDownPlan,
     TiledShared,
     down_arguments,
     down_scratch,
     pack_shared,
     plan_down,
-    plan_many,
 )
 from stepfloor.kernels.moe_gate_up import GateUpPlan, gate_up_arguments, plan_gate_up
 from stepfloor.kernels.moe_route import moe_route_reference, route_arguments, route_macros
@@ -50,15 +48,6 @@ extern "C" int run(const Arguments* a, const u64* bytes, int blocks, u64 shared_
               {(const u8*)a->weights, bytes[3]}, {a->shared_tape, bytes[4]}, {(const u8*)a->shared_hidden, bytes[5]},
               {(const u8*)a->shared_gate, bytes[6]}, {(const u8*)a->spilled, bytes[7]}};
   return run_grid(blocks, CLUSTER, THREADS, shared_bytes, [=] { moe_down_kernel(*a); });
-}
-"""
-MANY_DOWN = """
-extern "C" int run(const Arguments* a, const u64* bytes, int blocks, u64 shared_bytes) {
-  readable = {{a->tape, bytes[0]}, {(const u8*)a->hidden, bytes[1]}, {(const u8*)a->ids, bytes[2]},
-              {(const u8*)a->weights, bytes[3]}, {a->shared_tape, bytes[4]}, {(const u8*)a->shared_hidden, bytes[5]},
-              {(const u8*)a->shared_gate, bytes[6]}, {(const u8*)a->sums, bytes[7]}};
-  const int faults = run_grid(blocks, 1, THREADS, shared_bytes, [=] { moe_down_products_kernel(*a); });
-  return faults + run_grid((ROWS * N / WIDE + 255) / 256, 1, SUM_THREADS, 0, [=] { moe_down_sum_kernel(*a); });
 }
 """
 
@@ -202,11 +191,6 @@ def test_down_on_the_host(n: int, k: int, shared_k: int, count: int, bits: str, 
         assert bool(((y.double() - exact[:rows]).abs() <= bound[:rows]).all())
         full = y if full is None else full
         assert torch.equal(y, full[:rows])
-    for rows, slots, group in ((20, 2, 8), (3, 1, 2)):
-        many = replace(plan_many(tiled, shared_k, topk, rows), slots=slots, group=group)
-        y = run_down(many, hidden[:rows], ids[:rows], weights[:rows], tiled, part(shared, slice(rows)), tmp_path)
-        assert full is not None
-        assert torch.equal(y, full[:rows])
     assert full is not None
     some = torch.tensor([13, 2, 19])
     plan = replace(plan_down(tiled, shared_k, topk, 4, 4, 2, 2), slots=1)
@@ -258,7 +242,7 @@ def run_gate_up(plan: GateUpPlan, x: Tensor, ids: Tensor, tiled: gate_up_module.
 
 
 def run_down(
-    plan: DownPlan | ManyDownPlan,
+    plan: DownPlan,
     hidden: Tensor,
     ids: Tensor,
     weights: Tensor,
@@ -274,12 +258,8 @@ def run_down(
     read = [tiled.tape, hidden, ids, weights]
     read += [torch.empty(0)] * 3 if shared is None else [shared[2].tape, shared[0], shared[1]]
     read.append(torch.empty(0) if spilled is None else spilled)
-    if isinstance(plan, DownPlan):
-        library, blocks = build(down_module.__file__, plan.macros, DOWN, where), plan.blocks
-    else:
-        many = Path(down_module.__file__).with_stem("moe_down_many")
-        library, blocks = build(str(many), plan.macros, MANY_DOWN, where), 3
-    assert run(library, packed, read, blocks, plan.shared_bytes) == 0
+    library = build(down_module.__file__, plan.macros, DOWN, where)
+    assert run(library, packed, read, plan.blocks, plan.shared_bytes) == 0
     assert bool(out[rows:].isnan().all())
     assert bool(out[:, plan.n :].isnan().all())
     return out[:rows, : plan.n]
@@ -296,7 +276,7 @@ def build(module: str, macros: dict[str, int], entry: str, directory: Path) -> c
     """A kernel as a shared library."""
     text = Path(module).with_suffix(".cu").read_text(encoding="utf-8")
     text = re.sub(r"extern __shared__ .*? shared\[\];", "u8* shared = block_shared;", text) + entry
-    source = directory / (Path(module).stem + "_".join(str(value) for value in macros.values()) + ".cpp")
+    source = directory / ("_".join(str(value) for value in macros.values()) + ".cpp")
     source.write_text(text, encoding="utf-8")
     include = Path(module).parent / "include"
     options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", "-I", str(HOST), "-idirafter", str(include)]

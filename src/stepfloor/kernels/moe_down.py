@@ -13,7 +13,7 @@ time. A shared expert that `moe_down.cu` cannot take has its product from the fi
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -23,7 +23,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stepfloor.formats.codec import PackedWeight, quantize
-from stepfloor.kernels._down_many import SLICES, ManyDownPlan, many_launch, plan_many
 from stepfloor.kernels._experts import (
     MAX_ROWS,
     SHARED_LIMIT_OF_TWO,
@@ -70,7 +69,7 @@ from stepfloor.kernels._torch import expert_product, expert_tiles, product, sigm
 
 logger = logging.getLogger(__name__)
 
-FEW_ROWS = 8  # that moe_down.cu serves, and moe_down_many.cu more
+SLICES = 2  # parts of K that are summed apart
 # One H200, bf16: 13.8 us at 1 row of 10 experts, 38.3 at 4 of 37; with 128 columns of K a step 15.2 and 44.1.
 DECODE = Tiles(16, 128, 64, 4, 4)
 PREFILL = Tiles(128, 128, 64, 8, 3)
@@ -573,20 +572,12 @@ def moe_down_repack(
         logger.info("the shared expert's [%d, *] has a product of its own: %s", down.shape[0], apart)
     fused = _fused(shared)
     shared_k = 0 if fused is None else fused.shape[1]
+    count = torch.cuda.get_device_properties(target).multi_processor_count
     for rows in capacities_up_to(max_rows):
-        down_launch(choose_down(tiled, shared_k, topk, rows, target), target, tiled.cache_dir)
+        plan = fit_down(plan_down(tiled, shared_k, topk, rows, count), target, tiled.cache_dir)
+        down_launch(plan, target, tiled.cache_dir)
     torch.cuda.synchronize(target)
     return tiled, shared
-
-
-def choose_down(
-    down: TiledExperts, shared_k: int, topk: int, rows: int, device: torch.device
-) -> DownPlan | ManyDownPlan:
-    """The kernel for this many rows of a device."""
-    if rows > FEW_ROWS:
-        return plan_many(down, shared_k, topk, rows)
-    count = torch.cuda.get_device_properties(device).multi_processor_count
-    return fit_down(plan_down(down, shared_k, topk, rows, count), device, down.cache_dir)
 
 
 def plan_down(
@@ -613,7 +604,7 @@ def fit_down(plan: DownPlan, device: torch.device, cache_dir: Path) -> DownPlan:
 
     The blocks of a cluster lie in one part of the chip, and the parts differ in their number of multiprocessors.
     """
-    at_once = _cluster_launch(plan, device, cache_dir).clusters_at_once
+    at_once = down_launch(plan, device, cache_dir).clusters_at_once
     return plan if at_once >= plan.clusters else replace(plan, clusters=max(1, at_once))
 
 
@@ -623,7 +614,7 @@ def down_rows(
     weights: Tensor,
     down: TiledExperts,
     shared: tuple[Tensor, Tensor, TiledShared] | None,
-    plan: DownPlan | ManyDownPlan | None = None,
+    plan: DownPlan | None = None,
 ) -> Tensor:
     """Queue the kernel for hidden [T, topk, I] bf16; shared is the shared expert's hidden rows, gate and matrix."""
     count, topk = ids.shape
@@ -632,8 +623,10 @@ def down_rows(
         shared = contiguous_rows(shared[0]), shared[1].contiguous(), shared[2]
     out = hidden.new_empty((count, down.shape[0]))
     if plan is None:
+        multiprocessors = torch.cuda.get_device_properties(hidden.device).multi_processor_count
         shared_k = 0 if shared is None else shared[2].shape[1]
-        plan = choose_down(down, shared_k, topk, min(count, MAX_ROWS), hidden.device)
+        plan = plan_down(down, shared_k, topk, min(count, MAX_ROWS), multiprocessors)
+        plan = fit_down(plan, hidden.device, down.cache_dir)
     launch = down_launch(plan, hidden.device, down.cache_dir)
     spilled = down_scratch(plan, hidden.device)
     for first in range(0, count, plan.rows):
@@ -643,10 +636,9 @@ def down_rows(
     return out
 
 
-def down_scratch(plan: DownPlan | ManyDownPlan, device: torch.device) -> Tensor | None:
+def down_scratch(plan: DownPlan, device: torch.device) -> Tensor | None:
     """Room for sums that shared memory cannot hold, or None."""
-    spills = isinstance(plan, ManyDownPlan) or plan.spill
-    return torch.empty((plan.lines, plan.n), device=device) if spills else None
+    return torch.empty((plan.lines, plan.n), device=device) if plan.spill else None
 
 
 def down_arguments(
@@ -665,17 +657,8 @@ def down_arguments(
 
 
 @cache
-def down_launch(
-    plan: DownPlan | ManyDownPlan, device: torch.device, cache_dir: Path, dependent: bool = True
-) -> Callable[[bytes], None]:
-    """The compiled kernel, or the two of many rows, once a process."""
-    if isinstance(plan, DownPlan):
-        return _cluster_launch(plan, device, cache_dir, dependent)
-    return many_launch(plan, device, cache_dir, dependent)
-
-
-@cache
-def _cluster_launch(plan: DownPlan, device: torch.device, cache_dir: Path, dependent: bool = True) -> Launch:
+def down_launch(plan: DownPlan, device: torch.device, cache_dir: Path, dependent: bool = True) -> Launch:
+    """The compiled kernel, once a process."""
     cubin = compile_cuda("moe_down.cu", plan.macros, device_arch(device), cache_dir)
     name, threads = "moe_down_kernel", plan.warps * 32
     return Launch(

@@ -80,7 +80,8 @@ class GateUpPlan:
 
     slots  tiles of a block on the way
     lean   so few registers that a block of moe_down fits beside two of these and can request its weights early
-    group  most pairs of an entry of the list; with `gather` their rows have a place beside every tile
+    gather  whether a block holds the rows of an entry of the list, not all
+    group  most pairs of an entry of the list
     """
 
     k: int
@@ -338,12 +339,13 @@ def moe_gate_up_repack(
 def plan_gate_up(gate_up: TiledExperts, topk: int, rows: int) -> GateUpPlan:
     """The kernel for this many rows.
 
-    Up to 4 rows the blocks leave room for one of moe_down's beside two of them. Entries of the list are short, so that
-    more tiles fit beside their sums: of 512 experts hardly one has more than 4 of 64 rows, and is read twice.
+    Up to 4 rows the blocks leave room for one of moe_down's beside two of them. Beyond 8, of 512 experts hardly one has
+    more than 4 of 64 rows and is read twice. Alone on an H200, 16 rows and 102 experts: 48.6 us with 2 tiles on the
+    way, 50.1 with 3, 52.0 with 4, 54.2 with entries of 2 pairs; 64 rows and 374 experts: 165.4, 169.2 with 3, 194.
     """
     n, k = gate_up.shape
     capacity = capacity_for(rows)
-    group, slots = {1: (1, 3), 16: (4, 4), MAX_ROWS: (4, 3)}.get(capacity, (2, 2))
+    group, slots = {1: (1, 3), 16: (4, 2), MAX_ROWS: (4, 2)}.get(capacity, (2, 2))
     experts = gate_up.tape.shape[0]
     return GateUpPlan(k, n // 2, experts, topk, capacity, capacity > 8, slots, capacity <= 4, group)
 
