@@ -88,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) gdn_state_kernel(const __gr
     for (int unit = blockIdx.x, turn = 0; unit < units; unit += stride, turn++) {
       float* const to = state_of(unit);
       const int accepted = accepted_of(unit);
-      barrier_wait(base + STATE_FREE + 8 * at, round & 1);
+      barrier_wait_alone(base + STATE_FREE + 8 * at, round & 1);
       if (accepted) {
         bulk_store(to, base + at * STATE_BYTES, STATE_BYTES, policy);
         bulk_stores_commit();
@@ -97,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) gdn_state_kernel(const __gr
       request_state(unit + RING * stride, at);
       if (++at == RING) at = 0, round++;
       if (unit + 2 * stride < units) {
-        barrier_wait(base + SET_FREE + 8 * (turn & 1), turn >> 1 & 1);
+        barrier_wait_alone(base + SET_FREE + 8 * (turn & 1), turn >> 1 & 1);
         request_set(unit + 2 * stride, turn & 1);
       }
     }

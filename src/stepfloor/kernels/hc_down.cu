@@ -273,7 +273,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) hc_down_product_ke
   launch_dependents();  // no sooner: the next kernel's weights would share the way with those that this one waits for
   send_sums(sums, base + INBOX_AT, inbox_barrier, rank, rows);
   if (owned <= 0) return;
-  barrier_wait(inbox_barrier, 0);
+  barrier_wait_cluster(inbox_barrier, 0);
   end_sums(a, inbox, row_scales, cluster, first + rank * OWNED_ROWS, owned);
 }
 #endif

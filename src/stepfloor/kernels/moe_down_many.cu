@@ -80,7 +80,7 @@ DEVICE void ask(const Arguments& a, const List& list, u32 ring, u32 full, u32 em
   for (Units at(list.number); at.left > 0; at.advance()) {
     const int first = at.unit * TOGETHER, bytes = min(TOGETHER, TILES - first) * 2 * PIECE_BYTES;
     const u8* from = a.tape + ((u64)List::expert_of(list.entries[at.entry]) * TILES + first) * (2 * PIECE_BYTES);
-    barrier_wait(empty + 8 * slot, parity);
+    barrier_wait_alone(empty + 8 * slot, parity);
     barrier_expect(full + 8 * slot, bytes);
     bulk_copy(ring + slot * UNIT_BYTES, from, bytes, full + 8 * slot, policy);
     if (++slot == SLOTS) {

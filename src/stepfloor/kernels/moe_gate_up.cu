@@ -85,7 +85,7 @@ DEVICE void ask(const Arguments& a, const List& list, u32 ring, u32 full, u32 em
   int slot = 0, parity = 1;
 #pragma unroll 1
   for (Tiles at(list.number); at.left > 0; at.advance()) {
-    barrier_wait(empty + 8 * slot, parity);
+    barrier_wait_alone(empty + 8 * slot, parity);
     barrier_expect(full + 8 * slot, asked > 0 ? 0 : TILE_BYTES);
     if (asked-- <= 0) copy_tile(List::expert_of(list.entries[at.entry]), at.unit, slot);
     if (++slot == SLOTS) {

@@ -138,6 +138,7 @@ inline void barrier_wait(u32 barrier, u32 parity) {
     else std::this_thread::sleep_for(std::chrono::microseconds(100));  // leaves the core to those waited for
   }
 }
+inline void barrier_wait_alone(u32 barrier, u32 parity) { barrier_wait(barrier, parity); }
 inline void barrier_wait_cluster(u32 barrier, u32 parity) { barrier_wait(barrier, parity); }
 inline u64 evict_first_policy() { return 0; }
 inline void bulk_copy_kept(u32 to, const void* from, u32 bytes, u32 barrier) {

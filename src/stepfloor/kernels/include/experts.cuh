@@ -12,17 +12,6 @@
 
 constexpr float SCALE_REST = 128.f;
 
-#ifndef WIDE_TURNS
-#define WIDE_TURNS 0
-#endif
-template <int WHICH> DEVICE u32 turned(u32 word, int bits, u32 mask) {
-  if (!(WIDE_TURNS >> WHICH & 1)) return rotate_left(word, bits) & mask;
-  u64 wide;
-  asm("mul.wide.u32 %0, %1, %2;" : "=l"(wide) : "r"(word), "r"(1u << bits));
-  u32 v;
-  asm("lop3.b32 %0, %1, %2, %3, 0xa8;" : "=r"(v) : "r"((u32)wide), "r"((u32)(wide >> 32)), "r"(mask));
-  return v;
-}
 // Word 0 or 1 of a row's two: its 8 codes. Each bit of the two is where a rotation brings it into place for two codes. No
 // four of the patterns {15, 8, 7, 6} tile 16 bits, so three pairs are a word's own, and the fourth ones of both come from
 // what both leave over, joined. The low half of a pair is the even column. _experts.py has the places.
@@ -32,13 +21,13 @@ template <int WORD> DEVICE void decode_eight(u32 first, u32 second, u32 scale, u
   if constexpr (WORD == 0) {
     pairs[0] = first & PATTERN;
     pairs[1] = (first << 6) & PATTERN;
-    pairs[2] = turned<0>(first, 12, PATTERN);
+    pairs[2] = rotate_left(first, 12) & PATTERN;
     pairs[3] = (joined << 4) & PATTERN;
   } else {
     pairs[0] = (second << 2) & PATTERN;
-    pairs[1] = turned<3>(second, 8, PATTERN);
-    pairs[2] = turned<1>(second, 14, PATTERN);
-    pairs[3] = turned<2>(joined, 10, PATTERN);
+    pairs[1] = rotate_left(second, 8) & PATTERN;
+    pairs[2] = rotate_left(second, 14) & PATTERN;
+    pairs[3] = rotate_left(joined, 10) & PATTERN;
   }
 #pragma unroll
   for (int i = 0; i < 4; i++) pairs[i] = multiply_pair(pairs[i], scale);

@@ -50,7 +50,25 @@ DEVICE void barrier_expect_more(u32 barrier, u32 bytes) {
 
 DEVICE void barrier_arrive(u32 barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
 
+// By all lanes of a warp, which go on together. Were each to leave a loop of its own, the compiler might take them to be
+// together when they are not: matrix steps then read registers of lanes that lag behind, once in ten thousand sums.
 DEVICE void barrier_wait(u32 barrier, u32 parity) {
+  u32 done;
+  do {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n"
+        "}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+  } while (!__all_sync(~0u, done));
+}
+
+// By one lane.
+DEVICE void barrier_wait_alone(u32 barrier, u32 parity) {
   asm volatile(
       "{\n"
       ".reg .pred done;\n"
