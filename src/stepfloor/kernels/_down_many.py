@@ -67,9 +67,8 @@ class ManyDownPlan:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block of products, as the kernel lays it out."""
-        return self.slots * (8 * piece_bytes(self.format, self.steps) + 16) + list_bytes(
-            self.experts, self.topk, self.rows, self.group
-        )
+        ring = self.slots * (8 * piece_bytes(self.format, self.steps) + 16) + 8
+        return ring + list_bytes(self.experts, self.topk, self.rows, self.group)
 
     @property
     def per_multiprocessor(self) -> int:

@@ -8,9 +8,6 @@
 //
 // A state is one bulk copy, though every read of it then meets two lanes on each bank. In 32 copies with gaps between
 // them, each instruction of which goes through a loop over lanes, moving took longer than working.
-//
-// compute-sanitizer's racecheck counts only the lane that arrives at a barrier, not those that met it in __syncwarp, and
-// calls a race what the other 31 have read or written before a copy refills the place.
 
 #include "delta.cuh"
 #include "delta_rule.cuh"
@@ -48,11 +45,11 @@ extern "C" __global__ void __launch_bounds__(512, 1) gdn_state_kernel(const __gr
   if (tid == 0) {
     for (int i = 0; i < 2; i++) {
       barrier_init(base + SET_READY + 8 * i, 1);
-      barrier_init(base + SET_FREE + 8 * i, WARPS);
+      barrier_init(base + SET_FREE + 8 * i, WORKERS);
     }
     for (int i = 0; i < RING; i++) {
       barrier_init(base + STATE_READY + 8 * i, 1);
-      barrier_init(base + STATE_FREE + 8 * i, WARPS);
+      barrier_init(base + STATE_FREE + 8 * i, WORKERS);
     }
     barrier_init_done();
   }
@@ -122,10 +119,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) gdn_state_kernel(const __gr
       const Four four = *(const Four*)(state + state_row(i, depth) * V * 4);
       share.m[i][0] = four.x, share.m[i][1] = four.y, share.m[i][2] = four.z, share.m[i][3] = four.w;
     }
-    const auto leave = [&] {
-      __syncwarp();
-      if (lane == 0) barrier_arrive(base + STATE_FREE + 8 * at);
-    };
+    const auto leave = [&] { barrier_arrive(base + STATE_FREE + 8 * at); };
     if (!accepted) leave();
     if (SETTLED && turn == 0) wait_for_predecessor();
     u64 z[CLOSED];
@@ -172,8 +166,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) gdn_state_kernel(const __gr
         close_four(out + (long long)row * HEADS * V, mixed + row * V + last, z[i], norm,
                    head_scale(squares + row * HEAD_WARPS, a.eps));
     }
-    __syncwarp();
-    if (lane == 0) barrier_arrive(base + SET_FREE + 8 * set);
+    barrier_arrive(base + SET_FREE + 8 * set);
     if (++at == RING) at = 0, round++;
   }
 }

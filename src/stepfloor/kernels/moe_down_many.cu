@@ -73,7 +73,8 @@ template <int COUNT> DEVICE void load_floats(float (&v)[COUNT], const float* fro
   }
 }
 
-DEVICE void ask(const Arguments& a, const List& list, u32 ring, u32 full, u32 empty) {
+DEVICE void ask(const Arguments& a, const List& list, u32 ring, u32 full, u32 empty, u32 ready) {
+  barrier_wait_alone(ready, 0);
   const u64 policy = evict_first_policy();
   int slot = 0, parity = 1;
 #pragma unroll 1
@@ -129,18 +130,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) moe_down_products_
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   List& list = *(List*)(shared + SLOTS * UNIT_BYTES);
   const u32 ring = shared_address(shared), full = shared_address((u8*)&list + LIST_BYTES), empty = full + 8 * SLOTS;
-  if (warp == WARPS) {
-    if (lane == 0) {
-      for (int i = 0; i < SLOTS; i++) {
-        barrier_init(full + 8 * i, 1);
-        barrier_init(empty + 8 * i, WARPS);
-      }
-      barrier_init_done();
+  const u32 ready = empty + 8 * SLOTS;
+  if (threadIdx.x == WORKERS) {
+    for (int i = 0; i < SLOTS; i++) {
+      barrier_init(full + 8 * i, 1);
+      barrier_init(empty + 8 * i, WARPS);
     }
-    __syncwarp();
-    List::sync_entries<32>();
+    barrier_init(ready, WORKERS);
+    barrier_init_done();
+  }
+  if (warp < WARPS) list.clear();
+  __syncthreads();
+  if (warp == WARPS) {
     launch_dependents();
-    if (lane == 0) ask(a, list, ring, full, empty);
+    if (lane == 0) ask(a, list, ring, full, empty, ready);
     return;
   }
   if (warp > WARPS) {
@@ -149,8 +152,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) moe_down_products_
     return;
   }
 
-  list.clear();
-  Units at(list.build<32>(a.ids, a.rows));
+  Units at(list.build(a.ids, a.rows, ready));
   if (ROWS > 1) List::sync();
   launch_dependents();
   wait_for_predecessor();

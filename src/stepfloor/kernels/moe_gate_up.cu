@@ -58,7 +58,7 @@ DEVICE float sum_of_warps(const float* part) {
 }
 
 // The ninth warp: tiles of the block into the ring, in turn.
-DEVICE void ask(const Arguments& a, const List& list, u32 ring, u32 full, u32 empty) {
+DEVICE void ask(const Arguments& a, const List& list, u32 ring, u32 full, u32 empty, u32 ready) {
   const bool first_lane = threadIdx.x % 32 == 0;
   const u64 policy = evict_first_policy();
   auto copy_tile = [&](u32 expert, int tile, int slot) {
@@ -80,8 +80,8 @@ DEVICE void ask(const Arguments& a, const List& list, u32 ring, u32 full, u32 em
       }
     }
   }
-  List::sync_entries<32>();
   if (!first_lane) return;
+  barrier_wait_alone(ready, 0);
   int slot = 0, parity = 1;
 #pragma unroll 1
   for (Tiles at(list.number); at.left > 0; at.advance()) {
@@ -101,22 +101,24 @@ extern "C" __global__ void __launch_bounds__(THREADS + BESIDE / PER_SM, PER_SM) 
   float* sums = (float*)(shared + SLOTS * TILE_BYTES);
   List& list = *(List*)(sums + WARPS * WARPS * SUMS);
   const u32 ring = shared_address(shared), full = shared_address((u8*)&list + LIST_BYTES), empty = full + 8 * SLOTS;
-  if (warp == WARPS) {
-    if (lane == 0) {
-      for (int i = 0; i < SLOTS; i++) {
-        barrier_init(full + 8 * i, 1);
-        barrier_init(empty + 8 * i, WARPS);
-      }
-      barrier_init_done();
+  const u32 ready = empty + 8 * SLOTS;
+  if (threadIdx.x == WORKERS) {
+    for (int i = 0; i < SLOTS; i++) {
+      barrier_init(full + 8 * i, 1);
+      barrier_init(empty + 8 * i, WARPS);
     }
-    __syncwarp();
+    barrier_init(ready, WORKERS);
+    barrier_init_done();
+  }
+  if (warp < WARPS) list.clear();
+  __syncthreads();
+  if (warp == WARPS) {
     wait_for_predecessor();
     launch_dependents();
-    ask(a, list, ring, full, empty);
+    ask(a, list, ring, full, empty, ready);
     return;
   }
 
-  list.clear();
   wait_for_predecessor();
   launch_dependents();  // not before: the next kernel reads what the kernels before this one wrote, without waiting
 
@@ -127,8 +129,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + BESIDE / PER_SM, PER_SM) 
   };
   // columns of the operand past the last one repeat it: they spoil sums that nobody stores
   if constexpr (!GATHER) load_row(a.x + min(g, a.rows - 1) * a.x_stride);
-  Tiles at(list.build<32>(a.ids, a.rows));
-  if (ROWS > 1) List::sync();
+  Tiles at(list.build(a.ids, a.rows, ready));
+  if (ROWS > 1) List::sync();  // pairs
 
   const u32 codes_at = kept(ring + warp * PIECE_BYTES + codes_in_piece(lane));
   const u32 scales_at = kept(ring + warp * PIECE_BYTES + scales_in_piece(STEPS, lane));

@@ -107,24 +107,25 @@ inline void wait_for_predecessor() {}
 inline void __syncthreads() { block->sync.arrive_and_wait(); }
 inline void __syncwarp() { block->warps[threadIdx.x / 32]->sync.arrive_and_wait(); }
 
-// A barrier: 32 bits of bytes on the way, 8 of arrivals that the phase still lacks, 8 of arrivals of a phase, 16 of phases
-// that have ended.
+// A barrier: 24 bits of bytes on the way, 12 of arrivals that the phase still lacks, 12 of arrivals of a phase, 16 of
+// phases that have ended.
 inline std::atomic<u64>& counter(u32 barrier) { return *(std::atomic<u64>*)(block_shared + barrier); }
 inline void barrier_init(u32 barrier, u32 arrivals) {
   check_shared(barrier, 8);
-  counter(barrier) = (u64)arrivals << 40 | (u64)arrivals << 32;
+  counter(barrier) = (u64)arrivals << 36 | (u64)arrivals << 24;
 }
 inline void barrier_init_done() {}
 inline void barrier_change(std::atomic<u64>& counter, int bytes, int arrivals) {
   u64 before = counter, after;
   bool ends;
   do {
-    const int left = (int)(before >> 32 & 0xff) - arrivals, on_the_way = (int)(u32)before + bytes;
+    const int left = (int)(before >> 24 & 0xfff) - arrivals, on_the_way = (int)(before & 0xffffff) + bytes;
     if (left < 0) return fault("more arrivals than the barrier expects");
     if (on_the_way < 0) return fault("more bytes than the barrier expects");
+    if (on_the_way >> 24) return fault("more bytes than fit this count");
     ends = left == 0 && on_the_way == 0;
-    const u64 all = before >> 40 & 0xff;
-    after = ((before >> 48) + ends) << 48 | all << 40 | (ends ? all : (u64)left) << 32 | (u32)on_the_way;
+    const u64 all = before >> 36 & 0xfff;
+    after = ((before >> 48) + ends) << 48 | all << 36 | (ends ? all : (u64)left) << 24 | (u32)on_the_way;
   } while (!counter.compare_exchange_weak(before, after));
 }
 inline void barrier_change(u32 barrier, int bytes, int arrivals) { barrier_change(counter(barrier), bytes, arrivals); }

@@ -102,11 +102,9 @@ template <int EXPERT_COUNT, int CHOICES, int MOST_ROWS, int MOST_PAIRS, int BLOC
     return n;
   }
 
-  // MORE threads wait for the entries alone.
-  template <int MORE> static DEVICE void sync_entries() { named_barrier_sync(MORE > 0 ? 14 : 15, BLOCK_THREADS + MORE); }
-
-  // Returns the number of entries, which may be read afterwards. The caller synchronises before pairs are read.
-  template <int MORE = 0> DEVICE int build(const long long* ids, int rows) {
+  // ready: a barrier of BLOCK_THREADS arrivals for others, who wait for the entries alone; or 0. Returns the number of
+  // entries, which may be read afterwards. The caller synchronises before pairs are read.
+  DEVICE int build(const long long* ids, int rows, u32 ready = 0) {
     if constexpr (MOST_ROWS == 1) {  // every choice is an entry
       static_assert(CHOICES <= BLOCK_THREADS, "list");
       const int j = threadIdx.x;
@@ -117,7 +115,8 @@ template <int EXPERT_COUNT, int CHOICES, int MOST_ROWS, int MOST_PAIRS, int BLOC
         pair[j * MOST_PAIRS] = j;
       }
       if (j == 0) number = CHOICES;
-      sync_entries<MORE>();
+      if (ready) barrier_arrive(ready);
+      sync();
       return CHOICES;
     }
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pairs = rows * CHOICES;
@@ -164,7 +163,8 @@ template <int EXPERT_COUNT, int CHOICES, int MOST_ROWS, int MOST_PAIRS, int BLOC
       first[e] = at;
       for (int left = routed(e); left > 0; left -= MOST_PAIRS, at++) entries[at] = e | min(left, MOST_PAIRS) << 16;
     }
-    sync_entries<MORE>();
+    if (ready) barrier_arrive(ready);
+    sync();
 #pragma unroll
     for (int i = 0; i < HELD; i++) {
       const int p = threadIdx.x + i * BLOCK_THREADS, row = p / CHOICES;
