@@ -34,6 +34,7 @@ from torch import Tensor
 from benchmarks.grouped_experts import PARTS, pair_products, run_part
 from benchmarks.linear import capture, describe, medians_us, read_bandwidth, say
 from stepfloor.formats.codec import PackedWeight
+from stepfloor.kernels._down_many import ManyDownPlan, plan_many
 from stepfloor.kernels._experts import (
     CAPACITIES,
     MAX_ROWS,
@@ -46,9 +47,11 @@ from stepfloor.kernels._experts import (
 from stepfloor.kernels._jit import compile_cuda, device_arch
 from stepfloor.kernels.linear import StreamedWeight, linear, linear_repack, stream_product
 from stepfloor.kernels.moe_down import (
+    FEW_ROWS,
     SLICES,
     DownPlan,
     TiledShared,
+    cluster_launch,
     down_arguments,
     down_launch,
     down_rows,
@@ -205,10 +208,10 @@ def groups_for(rows: int) -> tuple[int, ...]:
     return (1,) if rows == 1 else (2, 4) if rows <= 16 else (2, 3, 4)
 
 
-def down_plans(rows: int, multiprocessors: int) -> dict[str, DownPlan]:
+def down_plans(rows: int, multiprocessors: int) -> dict[str, DownPlan | ManyDownPlan]:
     """The kernels that can serve this many rows: clusters x blocks of one, warps, slots of a warp, pairs, sharers."""
     stand_in = stand_ins()[1]
-    found: dict[str, DownPlan] = {}
+    found: dict[str, DownPlan | ManyDownPlan] = {}
     default = plan_down(stand_in, WIDTH, TOPK, rows, multiprocessors)
     shapes = ((4, 8), (8, 8), (8, 6), *(((1, 8), (1, 6)) if rows <= 4 else ()))
     for (cluster, warps), slots, sharers in itertools.product(shapes, (1, 2, 3), (1, 2)):
@@ -221,6 +224,11 @@ def down_plans(rows: int, multiprocessors: int) -> dict[str, DownPlan]:
             usual = (slots, sharers, group) == (default.slots, default.sharers, default.group)
             for count in counts if usual else counts[:2]:
                 found[f"{count}x{cluster}/{warps}/{slots}/{group}/{sharers}"] = replace(plan, clusters=count)
+    if rows > 8:
+        many = plan_many(stand_in, WIDTH, TOPK, rows)
+        found |= {
+            f"many {group} x {slots}": replace(many, group=group, slots=slots) for group, slots in ((4, 2), (4, 3))
+        }
     return found
 
 
@@ -233,10 +241,14 @@ def stand_ins() -> tuple[TiledExperts, TiledExperts]:
     )
 
 
-def chain_plans(rows: int, multiprocessors: int) -> dict[str, tuple[GateUpPlan, DownPlan]]:
+def chain_plans(rows: int, multiprocessors: int) -> dict[str, tuple[GateUpPlan, DownPlan | ManyDownPlan]]:
     """Pairs of kernels whose early starts are checked: the defaults, and plans that overlap in other ways."""
     gate_up, down = stand_ins()
-    pairs = {"default": (plan_gate_up(gate_up, TOPK, rows), plan_down(down, WIDTH, TOPK, rows, multiprocessors))}
+    few = plan_down(down, WIDTH, TOPK, rows, multiprocessors)
+    many = plan_many(down, WIDTH, TOPK, rows) if rows > FEW_ROWS else few
+    pairs: dict[str, tuple[GateUpPlan, DownPlan | ManyDownPlan]] = {
+        "default": (plan_gate_up(gate_up, TOPK, rows), many)
+    }
     first, second = gate_up_plans(rows), down_plans(rows, multiprocessors)
     return pairs | {f"{a} + {b}": (first[a], second[b]) for a, b in CHAIN_PLANS if a in first and b in second}
 
@@ -244,7 +256,7 @@ def chain_plans(rows: int, multiprocessors: int) -> dict[str, tuple[GateUpPlan, 
 def compile_all(options: argparse.Namespace, device: torch.device) -> None:
     """Fill the cache from several processes; what does not compile is named and left out by its check."""
     count = torch.cuda.get_device_properties(device).multi_processor_count
-    wanted: set[GateUpPlan | DownPlan] = set()
+    wanted: set[GateUpPlan | DownPlan | ManyDownPlan] = set()
     for rows in CHAIN_ROWS:
         wanted |= {plan for pair in chain_plans(rows, count).values() for plan in pair}
     for rows in () if options.quick else CAPACITIES:
@@ -259,11 +271,12 @@ def compile_all(options: argparse.Namespace, device: torch.device) -> None:
         say(failure[:1500])
 
 
-def build(job: tuple[GateUpPlan | DownPlan, str, Path]) -> str | None:
+def build(job: tuple[GateUpPlan | DownPlan | ManyDownPlan, str, Path]) -> str | None:
     """Compile one kernel into the cache; what went wrong, if anything."""
     plan, arch, cache_dir = job
     try:
-        compile_cuda("moe_down.cu" if isinstance(plan, DownPlan) else "moe_gate_up.cu", plan.macros, arch, cache_dir)
+        name = {DownPlan: "moe_down.cu", ManyDownPlan: "moe_down_many.cu"}.get(type(plan), "moe_gate_up.cu")
+        compile_cuda(name, plan.macros, arch, cache_dir)
     except RuntimeError as error:
         return f"{plan}: {error}"
     return None
@@ -418,7 +431,7 @@ def check_down(family: str, cache_dir: Path, device: torch.device) -> tuple[floa
     terms = (WIDTH + TOPK + 14) * 2.0**-24  # float32 sums of so many terms
     count = torch.cuda.get_device_properties(device).multi_processor_count
 
-    def output(plan: DownPlan) -> Callable[[Tensor], Tensor]:
+    def output(plan: DownPlan | ManyDownPlan) -> Callable[[Tensor], Tensor]:
         def go(some: Tensor) -> Tensor:
             few = (rows[some], gate[some], shared)
             return down_rows(hidden[some], ids[some], weights[some], tiled, few, plan)
@@ -429,7 +442,7 @@ def check_down(family: str, cache_dir: Path, device: torch.device) -> tuple[floa
         f"{capacity} {name}": plan
         for capacity in ((80, 16, 1) if family == "spill" else (16, 8, 4, 2, 1))
         for name, plan in down_plans(capacity, count).items()
-        if family == "down" or capacity == 80 or name == "54x4/8/1/2/1"
+        if family == "down" or capacity == 80 or name == "54x4/8/1/2/1" or "many" in name
     }
     bound = exact.abs() * 2**-8 + sizes * terms
     worst, errors = check_outputs("down", {n: output(p) for n, p in plans.items()}, exact, bound)
@@ -485,7 +498,7 @@ def check_chain_of(
     gate_up: TiledExperts,
     down: TiledExperts,
     dense: StreamedWeight,
-    plans: tuple[GateUpPlan, DownPlan],
+    plans: tuple[GateUpPlan, DownPlan | ManyDownPlan],
 ) -> list[str]:
     """Eager and replayed with early starts against eager without."""
     rows, device = x.shape[0], x.device
@@ -594,7 +607,7 @@ def time_case(
     if ("down" if small else "spill") not in passed:
         seconds = {}
     default = plan_down(weights.down[0], WIDTH, TOPK, rows, count)
-    at_once = down_launch(default, device, cache).clusters_at_once
+    at_once = cluster_launch(default, device, cache).clusters_at_once
     say(f"moe_down wants {default.clusters} clusters of {default.cluster} blocks; the device runs {at_once} at once")
     first_arguments = [gate_up_arguments(x[i], ids[i], weights.gate_up[i], hidden[i]) for i in layers]
     # plans differ in how many sums they keep apart
@@ -614,7 +627,9 @@ def time_case(
             for i in layers
         ]
 
-    def graph_of(first: GateUpPlan | None, second: DownPlan | None, dependent: bool = True) -> torch.cuda.CUDAGraph:
+    def graph_of(
+        first: GateUpPlan | None, second: DownPlan | ManyDownPlan | None, dependent: bool = True
+    ) -> torch.cuda.CUDAGraph:
         one = None if first is None else gate_up_launch(first, device, cache, dependent)
         two = None if second is None else down_launch(second, device, cache, dependent)
         tails = [] if second is None else second_arguments()

@@ -689,7 +689,7 @@ def fit_down(plan: DownPlan, device: torch.device, cache_dir: Path) -> DownPlan:
 
     The blocks of a cluster lie in one part of the chip, and the parts differ in their number of multiprocessors.
     """
-    at_once = _cluster_launch(plan, device, cache_dir).clusters_at_once
+    at_once = cluster_launch(plan, device, cache_dir).clusters_at_once
     return plan if at_once >= plan.clusters else replace(plan, clusters=max(1, at_once))
 
 
@@ -748,12 +748,13 @@ def down_launch(
 ) -> Callable[[bytes], None]:
     """The compiled kernel, or the two of many rows, once a process."""
     if isinstance(plan, DownPlan):
-        return _cluster_launch(plan, device, cache_dir, dependent)
+        return cluster_launch(plan, device, cache_dir, dependent)
     return many_launch(plan, device, cache_dir, dependent)
 
 
 @cache
-def _cluster_launch(plan: DownPlan, device: torch.device, cache_dir: Path, dependent: bool = True) -> Launch:
+def cluster_launch(plan: DownPlan, device: torch.device, cache_dir: Path, dependent: bool = True) -> Launch:
+    """The compiled kernel of few rows, once a process."""
     cubin = compile_cuda("moe_down.cu", plan.macros, device_arch(device), cache_dir)
     name, threads = "moe_down_kernel", plan.warps * 32
     return Launch(
