@@ -611,7 +611,8 @@ def time_case(
     say(f"moe_down wants {default.clusters} clusters of {default.cluster} blocks; the device runs {at_once} at once")
     first_arguments = [gate_up_arguments(x[i], ids[i], weights.gate_up[i], hidden[i]) for i in layers]
     # plans differ in how many sums they keep apart
-    scratch = down_scratch(max(seconds.values(), key=lambda plan: plan.lines), device) if seconds else None
+    spilling = [plan for plan in seconds.values() if isinstance(plan, ManyDownPlan) or plan.spill]
+    scratch = down_scratch(max(spilling, key=lambda plan: plan.lines), device) if spilling else None
 
     def second_arguments() -> list[bytes]:
         return [

@@ -15,6 +15,7 @@ from stepfloor.kernels.moe_down import (
     SLICES,
     DownPlan,
     TiledShared,
+    fit_down,
     moe_down,
     moe_down_inputs,
     moe_down_reference,
@@ -61,6 +62,17 @@ def test_plans_of_the_model(rows: int, name: str) -> None:
     assert gate_up.steps * WARPS * 64 == 2560
     assert down.steps * SLICES * 64 == 640
     assert down.blocks <= 132 * down.per_multiprocessor
+
+
+@pytest.mark.gpu
+@GPU
+def test_blocks_without_clusters_all_fit(tmp_path: Path) -> None:
+    """Asked about kernels without clusters, the driver answers that it runs none at once: a plan was cut to one block."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    count = torch.cuda.get_device_properties(device).multi_processor_count
+    plan = plans(1)[1]
+    assert plan.cluster == 1
+    assert fit_down(plan, device, tmp_path).clusters == min(plan.clusters, count * plan.per_multiprocessor)
 
 
 def test_one_row_leaves_room_for_down() -> None:

@@ -111,7 +111,7 @@ class Launch:
             raise RuntimeError(
                 f"{name} would be loaded while a graph is captured; run the step once before capturing it"
             )
-        self._device = device
+        self._device, self._cluster = device, cluster
         self._function = _load(cubin, name, device, shared_bytes, cluster)
         self._config = config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
@@ -139,7 +139,14 @@ class Launch:
         """Clusters (blocks where there are none) that the device runs at the same time, if it runs nothing else."""
         from cuda.bindings import driver
 
-        return int(_checked(driver.cuOccupancyMaxActiveClusters(self._function, self._config), "asking for clusters"))
+        config, doing = self._config, "asking for what runs at once"
+        if self._cluster == 1:  # the question about clusters is then answered with none
+            held = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
+                self._function, config.blockDimX, config.sharedMemBytes
+            )
+            count = torch.cuda.get_device_properties(self._device).multi_processor_count
+            return int(_checked(held, doing)) * count
+        return int(_checked(driver.cuOccupancyMaxActiveClusters(self._function, config), doing))
 
     def __call__(self, arguments: bytes) -> None:
         """Queue the kernel on torch's current stream; `arguments` is its one by-value struct, packed as C packs it."""

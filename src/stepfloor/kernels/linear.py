@@ -47,6 +47,9 @@ logger = logging.getLogger(__name__)
 
 MAX_ROWS = 80  # rows of one streamed product; more go through the library
 KEEP_STEPS = 10  # steps of x a warp can hold in registers: 2560 columns over 8 warps
+# Whether small matrices have the share kernel at 9 to 80 rows. It is right on the host, and its parts were on an H200,
+# bit for bit and faster (benchmarks/linear-h200.md); as a whole it has not run on a GPU. Until then, spread and ring.
+SHARE = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,7 +394,7 @@ def choose_variant(plan: StreamPlan, rows: int, warpgroups: bool = True) -> Vari
     tiles = min(-(-rows // 16), MAX_ROWS // 16)
     if warpgroups and tiles > 1 and (group := group_variant(plan, tiles)) is not None:
         return group
-    if warpgroups and (share := share_variant(plan, tiles)) is not None:
+    if SHARE and warpgroups and (share := share_variant(plan, tiles)) is not None:
         return share
     if tiles == 1:
         return Variant(1, True)
