@@ -67,7 +67,7 @@ def test_plans_of_the_model(rows: int, name: str) -> None:
 @pytest.mark.gpu
 @GPU
 def test_blocks_without_clusters_all_fit(tmp_path: Path) -> None:
-    """Asked about kernels without clusters, the driver answers that it runs none at once: a plan was cut to one block."""
+    """Asked about kernels without clusters, the driver says that it runs none at once: a plan was cut to one block."""
     device = torch.device("cuda", torch.cuda.current_device())
     count = torch.cuda.get_device_properties(device).multi_processor_count
     plan = plans(1)[1]
