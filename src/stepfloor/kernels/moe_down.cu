@@ -152,16 +152,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) moe_down_kernel(co
       for (int first = 0; first < a.rows; first += 8) {
         const u16* row = a.shared_hidden + min(first + g, a.rows - 1) * a.shared_stride;
         const Words x_0 = load_columns<SHARED_K>(row, step * 64 + t * 8), x_1 = load_columns<SHARED_K>(row, step * 64 + 32 + t * 8);
-        float even[4] = {0.f, 0.f, 0.f, 0.f}, odd[4] = {0.f, 0.f, 0.f, 0.f};
-        matrix_step(even, w.top[0].x, w.bottom[0].x, w.top[0].y, w.bottom[0].y, x_0.x, x_0.y);
-        matrix_step(odd, w.top[0].z, w.bottom[0].z, w.top[0].w, w.bottom[0].w, x_0.z, x_0.w);
-        matrix_step(even, w.top[1].x, w.bottom[1].x, w.top[1].y, w.bottom[1].y, x_1.x, x_1.y);
-        matrix_step(odd, w.top[1].z, w.bottom[1].z, w.top[1].w, w.bottom[1].w, x_1.z, x_1.w);
+        float sum[4];
+        multiply_shared_step(sum, w, x_0, x_1);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
           const int m = first + 2 * t + i;
           if (m >= a.rows) continue;
-          put(place(tile), SHARED_LINE + step * ROWS + m, (even[i] + odd[i]) * above, (even[2 + i] + odd[2 + i]) * below);
+          put(place(tile), SHARED_LINE + step * ROWS + m, sum[i] * above, sum[2 + i] * below);
         }
       }
     }

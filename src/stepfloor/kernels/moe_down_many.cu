@@ -105,13 +105,10 @@ DEVICE void multiply_shared(const Arguments& a) {
       const SharedWeights w = load_shared_weights(from, lane);
       const float above = shared_scale(a.shared_scale, tile * 16 + g, step), below = shared_scale(a.shared_scale, tile * 16 + g + 8, step);
       const Words x_0 = load_columns<SHARED_K>(row, step * 64 + t * 8), x_1 = load_columns<SHARED_K>(row, step * 64 + 32 + t * 8);
-      float even[4] = {0.f, 0.f, 0.f, 0.f}, odd[4] = {0.f, 0.f, 0.f, 0.f};
-      matrix_step(even, w.top[0].x, w.bottom[0].x, w.top[0].y, w.bottom[0].y, x_0.x, x_0.y);
-      matrix_step(odd, w.top[0].z, w.bottom[0].z, w.top[0].w, w.bottom[0].w, x_0.z, x_0.w);
-      matrix_step(even, w.top[1].x, w.bottom[1].x, w.top[1].y, w.bottom[1].y, x_1.x, x_1.y);
-      matrix_step(odd, w.top[1].z, w.bottom[1].z, w.top[1].w, w.bottom[1].w, x_1.z, x_1.w);
+      float of_step[4];
+      multiply_shared_step(of_step, w, x_0, x_1);
 #pragma unroll
-      for (int i = 0; i < 4; i++) sum[i] += __fmul_rn(even[i] + odd[i], i < 2 ? above : below);  // two roundings, as in moe_down.cu
+      for (int i = 0; i < 4; i++) sum[i] += __fmul_rn(of_step[i], i < 2 ? above : below);  // two roundings, as in moe_down.cu
     }
     wait_for_predecessor();  // which may still use that memory
 #pragma unroll
@@ -132,10 +129,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) moe_down_products_
   const u32 ring = shared_address(shared), full = shared_address((u8*)&list + LIST_BYTES), empty = full + 8 * SLOTS;
   const u32 ready = empty + 8 * SLOTS;
   if (threadIdx.x == WORKERS) {
-    for (int i = 0; i < SLOTS; i++) {
-      barrier_init(full + 8 * i, 1);
-      barrier_init(empty + 8 * i, WARPS);
-    }
+    make_ring(full, empty, SLOTS, WARPS);
     barrier_init(ready, WORKERS);
     barrier_init_done();
   }

@@ -103,10 +103,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + BESIDE / PER_SM, PER_SM) 
   const u32 ring = shared_address(shared), full = shared_address((u8*)&list + LIST_BYTES), empty = full + 8 * SLOTS;
   const u32 ready = empty + 8 * SLOTS;
   if (threadIdx.x == WORKERS) {
-    for (int i = 0; i < SLOTS; i++) {
-      barrier_init(full + 8 * i, 1);
-      barrier_init(empty + 8 * i, WARPS);
-    }
+    make_ring(full, empty, SLOTS, WARPS);
     barrier_init(ready, WORKERS);
     barrier_init_done();
   }

@@ -210,6 +210,14 @@ template <int UNITS, bool NEIGHBOURS> struct BlockUnits {
   }
 };
 
+// Barriers of a ring that one warp fills and others read, an arrival of each of these when it has read a slot.
+DEVICE void make_ring(u32 full, u32 empty, int slots, int readers) {
+  for (int i = 0; i < slots; i++) {
+    barrier_init(full + 8 * i, 1);
+    barrier_init(empty + 8 * i, readers);
+  }
+}
+
 // The first entries of the list in ascending order, found by one warp from the ids alone, before the others have built it.
 template <int EXPERT_COUNT, int CHOICES, int MOST_ROWS, int MOST_PAIRS> struct FirstEntries {
   static constexpr int HELD = (MOST_ROWS * CHOICES + 31) / 32;

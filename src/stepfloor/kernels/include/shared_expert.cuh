@@ -30,6 +30,17 @@ DEVICE SharedWeights load_shared_weights(const u8* from, int lane) {
   }
 }
 
+// A step's sums of 8 rows of x, whose columns of this lane are lower and upper, before scales.
+DEVICE void multiply_shared_step(float (&sum)[4], const SharedWeights& w, const Words& lower, const Words& upper) {
+  float even[4] = {0.f, 0.f, 0.f, 0.f}, odd[4] = {0.f, 0.f, 0.f, 0.f};
+  matrix_step(even, w.top[0].x, w.bottom[0].x, w.top[0].y, w.bottom[0].y, lower.x, lower.y);
+  matrix_step(odd, w.top[0].z, w.bottom[0].z, w.top[0].w, w.bottom[0].w, lower.z, lower.w);
+  matrix_step(even, w.top[1].x, w.bottom[1].x, w.top[1].y, w.bottom[1].y, upper.x, upper.y);
+  matrix_step(odd, w.top[1].z, w.bottom[1].z, w.top[1].w, w.bottom[1].w, upper.z, upper.w);
+#pragma unroll
+  for (int i = 0; i < 4; i++) sum[i] = even[i] + odd[i];
+}
+
 // What multiplies a step's sum of a row.
 DEVICE float shared_scale(const float* scales, int row, int step) {
   constexpr int LINE = (SHARED_K + SCALE_COLUMNS - 1) / SCALE_COLUMNS;
