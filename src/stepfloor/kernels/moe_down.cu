@@ -38,7 +38,8 @@ constexpr int TILES = (N / 16 + CLUSTERS - 1) / CLUSTERS;  // of a cluster at mo
 constexpr int OWNED = (TILES + CLUSTER - 1) / CLUSTER;  // tiles that one block adds up
 constexpr int TEAMS = CLUSTER * WARPS / SHARERS;
 constexpr bool PADDED = 2 * STEPS * 64 > K;
-static_assert(2 * STEPS * 64 >= K && K % 16 == 0 && N % 16 == 0 && CLUSTERS <= N / 16 && SHARED_K % 16 == 0 && WARPS % SHARERS == 0 && GROUP <= 8, "plan");
+static_assert(2 * STEPS * 64 >= K && K % 16 == 0 && N % 16 == 0 && CLUSTERS <= N / 16, "plan");
+static_assert(SHARED_K % 16 == 0 && WARPS % SHARERS == 0 && GROUP <= 8, "plan");
 
 using List = ExpertList<EXPERTS, TOPK, ROWS, GROUP, THREADS>;
 static_assert(sizeof(List) <= LIST_BYTES && LIST_BYTES - sizeof(List) < 16, "plan");
