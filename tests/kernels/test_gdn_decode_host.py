@@ -6,9 +6,6 @@ sequences from the fused one. Races it does not show.
 """
 
 import ctypes
-import re
-import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepfloor.kernels import gdn_decode as module
 from stepfloor.kernels.gdn_decode import (
     DeltaPlan,
     SplitPlan,
@@ -28,11 +24,9 @@ from stepfloor.kernels.gdn_decode import (
 )
 from tests.kernels.compare import assert_rounded_alike, assert_same, assert_within, copied
 from tests.kernels.delta_net import rule_bound
+from tests.kernels.lanes import build, needs_compiler
 
-HOST = Path(__file__).parent / "host"
-KERNELS = Path(module.__file__).parent
-COMPILER = shutil.which("g++")
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to build the kernel for the host")
+pytestmark = needs_compiler
 
 ENTRY = """
 extern "C" int run(const Arguments* a, const u64* ranges, int count, int blocks, u64 shared_bytes) {
@@ -125,21 +119,6 @@ def compare(output: Tensor, ours: dict[str, Any], reference: Tensor, wanted: dic
     assert_rounded_alike(output, reference)
 
 
-def build(stem: str, macros: dict[str, int], cluster: str, directory: Path) -> ctypes.CDLL:
-    """A kernel as a shared library."""
-    text = (KERNELS / f"{stem}.cu").read_text(encoding="utf-8")
-    text = re.sub(r"extern __shared__ .*? shared\[\];", "u8* const shared = block_shared;", text)
-    name = stem + "".join(f"-{value}" for value in macros.values())
-    source, target = directory / f"{name}.cpp", directory / f"{name}.so"
-    if not target.is_file():
-        source.write_text(text + ENTRY % (cluster, stem), encoding="utf-8")
-        include = ["-I", str(HOST), "-idirafter", str(KERNELS / "include")]
-        options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", "-ffp-contract=off", *include]
-        defines = [f"-D{key}={value}" for key, value in macros.items()]
-        subprocess.run([str(COMPILER), *options, *defines, "-o", str(target), str(source)], check=True)
-    return ctypes.CDLL(str(target))
-
-
 def run(plan: DeltaPlan | SplitPlan, inputs: dict[str, Any], directory: Path) -> Tensor:
     """The kernel's output; rows go to copies where the plan cannot write in place, and come back."""
     assert plan.fits()
@@ -185,6 +164,6 @@ def call(
     """One launch; what it reads must lie in `tensors`."""
     ranges = [(t.data_ptr(), t.numel() * t.element_size()) for t in tensors]
     flat = (ctypes.c_uint64 * (2 * len(ranges)))(*[number for pair in ranges for number in pair])
-    library = build(stem, macros, cluster, directory)
+    library = build(stem, ENTRY % (cluster, stem), macros, directory, ("-ffp-contract=off",))
     library.run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_uint64]
     assert library.run(ctypes.create_string_buffer(packed, len(packed)), flat, len(ranges), blocks, shared_bytes) == 0

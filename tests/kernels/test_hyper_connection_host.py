@@ -5,9 +5,6 @@ number of rows. Races and what the copy engine may do late are for the GPU tests
 """
 
 import ctypes
-import re
-import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,11 +18,8 @@ from stepfloor.kernels import hc_mix as hc_mix_module
 from stepfloor.kernels._stream import outer_scales, pack_tape
 from stepfloor.kernels.hc_down import hc_down_inputs, hc_down_reference, plan_down
 from stepfloor.kernels.hc_mix import hc_mix_inputs, hc_mix_reference, pack_mix, plan_mix, unpack_mix
+from tests.kernels.lanes import build, needs_compiler
 from tests.kernels.streamed import down_faults, mix_faults
-
-HOST = Path(__file__).parent / "host"
-COMPILER = shutil.which("g++")
-needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no g++ to build the kernel for the host")
 
 ENTRY = """
 extern "C" int run(const Arguments* a, const u64* ranges, int count, u64 shared_bytes, int blocks, int of_cluster) {
@@ -108,7 +102,7 @@ def test_mix_on_the_host(slices: int, name: str, tmp_path: Path) -> None:
     outputs = []
     for turn_rows, count in MIX_TURNS if name == "bf16" else MIX_TURNS[::3]:
         turns = replace(plan, turn_rows=turn_rows).turns(count)
-        library = build("hc_mix", "hc_mix_kernel", hc_mix_module.kernel_macros(plan, turns.rows), tmp_path)
+        library = build("hc_mix", ENTRY % "hc_mix_kernel", hc_mix_module.kernel_macros(plan, turns.rows), tmp_path)
         low, normed = inputs["low"][:count].clone(), inputs["normed"][:count].clone()
         out = torch.full((count + 1, 46), torch.nan, dtype=torch.bfloat16)
         packed = hc_mix_module.pack_arguments(tape, low, normed, out, scales)
@@ -133,29 +127,13 @@ def run_down(
 ) -> None:
     """Both kernels, one after the other; the second may read n too."""
     turns = plan.turns(count)
-    norms = build("hc_down", "hc_down_norms_kernel", hc_down_module.norms_macros(plan, write), directory)
+    norms = build("hc_down", ENTRY % "hc_down_norms_kernel", hc_down_module.norms_macros(plan, write), directory)
     squares = plan.d // hc_down_module.UNIT_COLUMNS * 4
     assert run(norms, packed, reads, squares, turns.count * turns.rows * plan.streams, 1) == 0
     macros, shared = hc_down_module.product_macros(plan, turns.rows), hc_down_module.shared_bytes(plan, turns.rows)
-    product = build("hc_down", "hc_down_product_kernel", macros, directory)
+    product = build("hc_down", ENTRY % "hc_down_product_kernel", macros, directory)
     blocks, cluster = turns.count * plan.blocks(turns.rows), plan.cluster(turns.rows)
     assert run(product, packed, [*reads, normed], shared, blocks, cluster) == 0
-
-
-def build(name: str, kernel: str, macros: dict[str, int], directory: Path) -> ctypes.CDLL:
-    """One kernel as a shared library, made once in a directory."""
-    text = (Path(hc_down_module.__file__).parent / f"{name}.cu").read_text(encoding="utf-8")
-    text = re.sub(r"extern __shared__ .*? shared\[\];", "u8* shared = block_shared;", text)
-    source = directory / f"{kernel}{'-'.join(map(str, macros.values()))}.cpp"
-    target = source.with_suffix(".so")
-    if target.exists():
-        return ctypes.CDLL(str(target))
-    source.write_text(text + ENTRY % kernel, encoding="utf-8")
-    options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread"]
-    options += ["-I", str(HOST), "-idirafter", str(Path(hc_down_module.__file__).parent / "include")]
-    defines = [f"-D{macro}={value}" for macro, value in macros.items()]
-    subprocess.run([str(COMPILER), *options, *defines, "-o", str(target), str(source)], check=True)
-    return ctypes.CDLL(str(target))
 
 
 def run(

@@ -6,10 +6,6 @@ not depend on the row count.
 """
 
 import ctypes
-import re
-import shutil
-import subprocess
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +14,6 @@ import torch
 from torch import Tensor
 
 from stepfloor.formats.codec import PackedWeight
-from stepfloor.kernels import linear as linear_module
 from stepfloor.kernels._stream import (
     CODINGS,
     WARPS,
@@ -45,12 +40,10 @@ from stepfloor.kernels.linear import (
     shared_bytes,
     spread_clusters,
 )
+from tests.kernels.lanes import build, needs_compiler
 from tests.kernels.streamed import odd_weight, product_bound
 
-HOST = Path(__file__).parent / "host"
-INCLUDE = Path(linear_module.__file__).parent / "include"
-COMPILER = shutil.which("g++")
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to build the kernel for the host")
+pytestmark = needs_compiler
 
 LINEAR = """
 extern "C" int run(const Arguments* a, u64 tape, u64 scales, u64 x, int blocks, int of, int threads, u64 shared_bytes) {
@@ -182,7 +175,7 @@ def check(plan: StreamPlan, variants: list[Variant], directory: Path) -> None:
     bound = product_bound(x, weight)
     longest = x.new_empty((0, plan.n))
     for variant in variants:
-        library = build(plan, variant, directory)
+        library = build("linear", LINEAR, kernel_macros(plan, variant), directory)
         for rows in (min(20, variant.max_rows),) if variant.across_blocks else (3, min(20, variant.max_rows)):
             y = run(library, plan, variant, tape, scales, x[:rows])
             assert bool(((y.double() - exact[:rows]).abs() <= bound[:rows]).all())
@@ -215,15 +208,21 @@ def test_two_matrices_in_one_grid(first: StreamPlan, second: StreamPlan, before:
     pair = StreamedPair(*(streamed(w, p) for w, p in zip(weights, (first, second), strict=True)), before)
     x = torch.randn(20, first.k, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     alone = [
-        run(build(w.plan, TALL, tmp_path / str(i)), w.plan, TALL, w.tape, w.scales, x[:16])
+        run(
+            build("linear", LINEAR, kernel_macros(w.plan, TALL), tmp_path / str(i)),
+            w.plan,
+            TALL,
+            w.tape,
+            w.scales,
+            x[:16],
+        )
         for i, w in enumerate((pair.first, pair.second))
     ]
     wanted = torch.cat((alone[1][:, :before], alone[0], alone[1][:, before:]), 1)
-    text = in_one_file((INCLUDE.parent / "linear_pair.cu").read_text(encoding="utf-8"))
     for rows in (3, 20):
         variant = pair_variant(plans, rows)
         some = x[: min(rows, variant.max_rows)]
-        library = compiled(text + PAIR, pair_macros(plans, variant), tmp_path / f"{rows}.cpp")
+        library = build("linear_pair", PAIR, pair_macros(plans, variant), tmp_path)
         y = run_pair(library, pair, variant, some)
         assert torch.equal(y[:16], wanted[: y.shape[0]])
         bound = torch.cat([product_bound(some, w) for w in weights], 1)
@@ -235,12 +234,6 @@ def test_two_matrices_in_one_grid(first: StreamPlan, second: StreamPlan, before:
 def streamed(weight: PackedWeight, plan: StreamPlan) -> StreamedWeight:
     """A matrix on its tape."""
     return StreamedWeight(plan, pack_tape(weight, plan), Path(), outer_scales(weight))
-
-
-def in_one_file(text: str) -> str:
-    """A kernel's text with the one that it includes, both made ready for the host."""
-    text = text.replace('#include "linear.cu"', (INCLUDE.parent / "linear.cu").read_text(encoding="utf-8"))
-    return re.sub(r"extern __shared__ .*? shared\[\];", "u8* shared = block_shared;", text)
 
 
 def run_pair(library: ctypes.CDLL, pair: StreamedPair, variant: Variant, x: Tensor) -> Tensor:
@@ -285,33 +278,13 @@ def dense(
     tape, scales = pack_tape(weight, plan, rows), outer_scales(weight)
     if scales is not None and rows is not None:
         scales = torch.cat((scales, scales.new_zeros(1)))[rows]
-    text = (INCLUDE.parent / "stream_dense.cu").read_text(encoding="utf-8") + DENSE
-    library = compiled(text, dense_macros(plan, order), directory / "dense.cpp")
+    library = build("stream_dense", DENSE, dense_macros(plan, order), directory)
     out = torch.full((weight.shape[0] + 1, plan.k), torch.nan, dtype=torch.bfloat16)
     library.run.argtypes = [ctypes.c_void_p, *[ctypes.c_uint64] * 2, ctypes.c_int]
     arguments = ctypes.create_string_buffer(dense_arguments(tape, scales, out))
     assert library.run(arguments, tape.numel(), size(scales), dense_blocks(plan, order)) == 0
     assert bool(out[-1].isnan().all())
     return out[:-1]
-
-
-def build(plan: StreamPlan, variant: Variant, directory: Path) -> ctypes.CDLL:
-    """The kernel of a plan as a shared library."""
-    text = in_one_file((INCLUDE.parent / "linear.cu").read_text(encoding="utf-8")) + LINEAR
-    directory.mkdir(exist_ok=True)
-    name = re.sub(r"\W+", "-", str(variant))
-    return compiled(text, kernel_macros(plan, variant), directory / f"{name}.cpp")
-
-
-def compiled(text: str, macros: Mapping[str, int | str], source: Path) -> ctypes.CDLL:
-    """A kernel as a shared library."""
-    source.write_text(text, encoding="utf-8")
-    defines = [f"-D{name}={value}" for name, value in macros.items()]
-    target = source.with_suffix(".so")
-    include = ["-I", str(HOST), "-idirafter", str(INCLUDE)]
-    options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", *include]
-    subprocess.run([str(COMPILER), *options, *defines, "-o", str(target), str(source)], check=True)
-    return ctypes.CDLL(str(target))
 
 
 def run(

@@ -5,9 +5,6 @@ Guards against wrong addresses, sizes, fragments and slot phases, and sums that 
 
 import ctypes
 import hashlib
-import re
-import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,10 +13,8 @@ import torch
 from torch import Tensor
 
 from stepfloor.formats.codec import PackedWeight, quantize
-from stepfloor.kernels import _experts as experts_module
 from stepfloor.kernels import moe_down as down_module
 from stepfloor.kernels import moe_gate_up as gate_up_module
-from stepfloor.kernels import moe_route as route_module
 from stepfloor.kernels._experts import FORMATS, SCALE_REST, decode_arguments, decode_macros, pack_experts
 from stepfloor.kernels.moe_down import (
     SHARED_FORMATS,
@@ -36,11 +31,10 @@ from stepfloor.kernels.moe_down import (
 )
 from stepfloor.kernels.moe_gate_up import GateUpPlan, gate_up_arguments, plan_gate_up
 from stepfloor.kernels.moe_route import SHARED_BYTES, moe_route_reference, route_arguments, route_macros
+from tests.kernels.lanes import build, needs_compiler
 from tests.kernels.streamed import odd_weight, product_bound
 
-HOST = Path(__file__).parent / "host"
-COMPILER = shutil.which("g++")
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to build the kernel for the host")
+pytestmark = needs_compiler
 
 GATE_UP = """
 extern "C" int run(const Arguments* a, const u64* bytes, int blocks, u64 shared_bytes) {
@@ -131,7 +125,7 @@ def test_decoding_on_the_host(n: int, k: int, slices: int, paired: bool, name: s
     tiled = pack_experts(weight, slices, paired, Path())
     out = torch.full((3, n, k), torch.nan, dtype=torch.bfloat16)
     macros = decode_macros(tiled.shape, tiled.slices, tiled.steps, paired, name)
-    library = build(experts_module.__file__, macros, DECODE, tmp_path)
+    library = build("_experts", DECODE, macros, tmp_path)
     assert run(library, decode_arguments(tiled, 1, out[:2]), [tiled.tape[1:]], 2, 0) == 0
     assert bool(out[2].isnan().all())
     if name != "nvfp4":
@@ -306,7 +300,7 @@ def test_route_on_the_host(count: int, topk: int, channels: int, renormalize: bo
     found = [torch.full_like(t, -7) for t in wanted]
     held = torch.full((4, products.shape[1] + 3), torch.nan, dtype=torch.bfloat16)
     held[:, :-3] = products
-    library = build(route_module.__file__, route_macros(count, topk, channels, renormalize), ROUTE, tmp_path)
+    library = build("moe_route", ROUTE, route_macros(count, topk, channels, renormalize), tmp_path)
     assert run(library, route_arguments(held[:, :-3], *found), [held], 4, SHARED_BYTES) == 0
     assert torch.equal(found[0], wanted[0])
     for ours, theirs in zip(found[1:], wanted[1:], strict=True):
@@ -329,7 +323,7 @@ def run_gate_up(plan: GateUpPlan, x: Tensor, ids: Tensor, tiled: gate_up_module.
     held[:, : plan.k] = x
     out = torch.full((x.shape[0] + 1, plan.topk, plan.channels), torch.nan, dtype=torch.bfloat16)
     packed = gate_up_arguments(held[:, : plan.k], ids, tiled, out[: x.shape[0]])
-    library = build(gate_up_module.__file__, plan.macros, GATE_UP, where)
+    library = build("moe_gate_up", GATE_UP, plan.macros, where)
     assert run(library, packed, [tiled.tape, held, ids], 3, plan.shared_bytes) == 0
     assert bool(out[x.shape[0] :].isnan().all())
     return out[: x.shape[0]]
@@ -355,10 +349,9 @@ def run_down(
     scale = None if shared is None else shared[2].scale
     read.append(torch.empty(0) if scale is None else scale)
     if isinstance(plan, DownPlan):
-        library, blocks = build(down_module.__file__, plan.macros, DOWN, where), plan.blocks
+        library, blocks = build("moe_down", DOWN, plan.macros, where), plan.blocks
     else:
-        many = Path(down_module.__file__).with_stem("moe_down_many")
-        library, blocks = build(str(many), plan.macros, MANY_DOWN, where), 3
+        library, blocks = build("moe_down_many", MANY_DOWN, plan.macros, where), 3
     assert run(library, packed, read, blocks, plan.shared_bytes) == 0
     assert bool(out[rows:].isnan().all())
     assert bool(out[:, plan.n :].isnan().all())
@@ -370,17 +363,3 @@ def run(library: ctypes.CDLL, packed: bytes, read: list[Tensor], blocks: int, sh
     sizes = (ctypes.c_uint64 * len(read))(*(t.numel() * t.element_size() for t in read))
     library.run.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64]
     return library.run(packed, sizes, blocks, shared_bytes)
-
-
-def build(module: str, macros: dict[str, int], entry: str, directory: Path) -> ctypes.CDLL:
-    """A kernel as a shared library."""
-    text = Path(module).with_suffix(".cu").read_text(encoding="utf-8")
-    text = re.sub(r"extern __shared__ .*? shared\[\];", "u8* shared = block_shared;", text) + entry
-    source = directory / (Path(module).stem + "_".join(str(value) for value in macros.values()) + ".cpp")
-    source.write_text(text, encoding="utf-8")
-    include = Path(module).parent / "include"
-    options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", "-I", str(HOST), "-idirafter", str(include)]
-    target = source.with_suffix(".so")
-    defines = [f"-D{name}={value}" for name, value in macros.items()]
-    subprocess.run([str(COMPILER), *options, *defines, "-o", str(target), str(source)], check=True)
-    return ctypes.CDLL(str(target))
