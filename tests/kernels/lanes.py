@@ -1,4 +1,4 @@
-"""A CUDA kernel as a library of the host, where a thread stands for a lane: host/stream.cuh in place of the GPU's own."""
+"""A CUDA kernel as a library of the host, whose threads stand for lanes: host/stream.cuh in place of the GPU's own."""
 
 import ctypes
 import re
