@@ -63,6 +63,21 @@ def test_real_acceptance_is_measured(tmp_path: Path) -> None:
     assert 1.0 <= cells[0].tokens_per_step <= 3.0
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"kv_cache_dtype": "fp16"}, "--kv-cache-dtype"),
+        ({"ngram_table": "disk"}, "--ngram-table"),
+        ({"spec_tokens": (8,)}, "0 to 7"),
+    ],
+)
+def test_what_is_no_choice_is_refused_before_loading(tmp_path: Path, change: dict[str, object], says: str) -> None:
+    """A cell once ran as auto and was recorded as what had been asked for."""
+    checkpoint = random_checkpoint(ModelConfig.read(tiny_config(tmp_path)), MIXES["a"])
+    with pytest.raises(UserError, match=says):
+        bench_steps(checkpoint, plan(**change), print, True)
+
+
 def test_no_gpu_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     checkpoint = random_checkpoint(ModelConfig.read(tiny_config(tmp_path)), MIXES["a"])

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -154,6 +155,8 @@ def bench_steps(
     measured  called with all there is so far: after loading, after each cell, after the prefill
     Raises UserError for a cell that the model or the device cannot hold.
     """
+    for k in plan.spec_tokens:  # before minutes of loading
+        _config(plan, max(plan.sequences), k, max(plan.contexts)).check(checkpoint.config)
     open_device(plan.device)
     begin = time.perf_counter()
     longest = max(_model_len(plan, k, context) for k in plan.spec_tokens for context in plan.contexts)
@@ -329,7 +332,7 @@ def _prefill(checkpoint: Checkpoint, model: Model, plan: Plan) -> float:
         spec_tokens=k,
         max_model_len=plan.prefill_tokens + 32,
         max_num_batched_tokens=plan.prefill_tokens,
-        kv_cache_dtype="fp8" if plan.kv_cache_dtype == "fp8" else "auto",
+        kv_cache_dtype=cast(Any, plan.kv_cache_dtype),  # check refuses what is no choice
         device=plan.device,
     )
     engine = Engine(checkpoint, config, model=model)
@@ -352,8 +355,8 @@ def _config(plan: Plan, sequences: int, k: int, context: int) -> EngineConfig:
         max_num_seqs=sequences,
         max_model_len=_model_len(plan, k, context),
         max_num_batched_tokens=2048,
-        kv_cache_dtype="fp8" if plan.kv_cache_dtype == "fp8" else "auto",
-        ngram_table="pinned" if plan.ngram_table == "pinned" else "device",
+        kv_cache_dtype=cast(Any, plan.kv_cache_dtype),  # check refuses what is no choice
+        ngram_table=cast(Any, plan.ngram_table),
         device=plan.device,
     )
 
