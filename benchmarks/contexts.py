@@ -106,12 +106,9 @@ def main() -> int:
         )
     checkpoint = random_checkpoint(config, MIXES["a"])
     cells = [(c, kv, "device") for c in options.contexts for kv in ("auto", "fp8")]
-    pinned_at = min(max(options.contexts), options.pinned_context)
-    cells += (
-        [(pinned_at, "auto", where) for where in ("device", "pinned")]
-        if options.pinned and options.device != "cpu"
-        else []
-    )
+    if options.pinned and options.device != "cpu":  # all memory of a CPU is alike
+        pinned_at = min(max(options.contexts), options.pinned_context)
+        cells += [(pinned_at, "auto", where) for where in ("device", "pinned")]
     model, source = load(checkpoint, options, say)
     bandwidth = read_bandwidth_gbps(options.device)
     say(f"reads {bandwidth:.0f} GB/s")

@@ -10,6 +10,8 @@ import torch
 
 import stepfloor
 from benchmarks import contexts, loading, sanitizer
+from stepfloor.config import ModelConfig
+from stepfloor.tools.bench.step import MIXES, random_checkpoint
 from stepfloor.weights.checkpoint import open_checkpoint
 
 SMALL = Path(stepfloor.__file__).parent / "shipped" / "config.json"
@@ -80,7 +82,7 @@ def test_verdicts(tool: str, output: str, returned: int, clean: bool, says: str)
 def test_contexts_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "out.json"
     arguments = ["--config", str(SMALL), "--device", "cpu", "--contexts", "40,4096", "--steps", "4"]
-    monkeypatch.setattr(sys, "argv", ["contexts", *arguments, "--pinned-context", "40", "--json", str(output)])
+    monkeypatch.setattr(sys, "argv", ["contexts", *arguments, "--json", str(output)])
     monkeypatch.setattr(contexts.faulthandler, "dump_traceback_later", lambda *given, **named: None)
     monkeypatch.setattr(contexts, "run", lambda *given: contexts.Times(0.0, 40, [1.0, 1.5, 2.0], 0))
     assert contexts.main() == 0
@@ -90,11 +92,20 @@ def test_contexts_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
         (40, "fp8", "device"),
         (4096, "bf16", "device"),
         (4096, "fp8", "device"),
-        (40, "bf16", "device"),
-        (40, "bf16", "pinned"),
     ]
     assert all(c["step_ms"] == pytest.approx(500) for c in cells)
     assert "plan GiB" in capsys.readouterr().out
+
+
+def test_the_table_is_put_where_contexts_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["contexts", "--config", str(SMALL), "--device", "cpu", "--contexts", "40"])
+    options = contexts.parse()
+    checkpoint = random_checkpoint(ModelConfig.read(SMALL), MIXES["a"])
+    model, source = contexts.load(checkpoint, options, lambda _: None)
+    pinned, facts = contexts.with_pinned_table(model, checkpoint, source, options, lambda _: None)
+    before, after = (m.layers[checkpoint.config.ple_layer].ngram for m in (model, pinned))
+    assert all(torch.equal(a.data, b.data) for a, b in zip(before.shards, after.shards, strict=True))
+    assert 0 < facts["pinned_table_gib"] < 0.001
 
 
 def test_a_context_at_the_models_limit_ends_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
