@@ -209,6 +209,9 @@ class ModelConfig:
         return config
 
 
+GRAPH_SIZES = (1, 2, 4, 8, 16)  # sequences of the captured decode steps
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """What the user asked of the engine; every field has vLLM's meaning where vLLM has the field.
@@ -252,6 +255,16 @@ class EngineConfig:
             (drafts for low, high, drafts in self.spec_tokens_per_batch_size if low <= sequences <= high),
             self.spec_tokens,
         )
+
+    def graph_size(self, sequences: int) -> int:
+        """Sequences of the decode graph that serves so many: the next of GRAPH_SIZES, or the engine's limit if less."""
+        limit = self.max_num_seqs
+        return next((size for size in GRAPH_SIZES if sequences <= size <= limit), max(sequences, limit))
+
+    @property
+    def decode_shapes(self) -> frozenset[tuple[int, int]]:
+        """Sequences of a graph, and drafts, of every decode step there can be."""
+        return frozenset((self.graph_size(count), self.drafts(count)) for count in range(1, self.max_num_seqs + 1))
 
     def check(self, model: ModelConfig) -> None:
         """Raise UserError for a request the engine cannot honour with this model."""

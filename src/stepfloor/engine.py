@@ -31,7 +31,7 @@ from stepfloor.sampler.sampler import Sampler, Stage
 from stepfloor.scheduler.scheduler import Scheduler
 from stepfloor.step.bandwidth import read_bandwidth_gbps
 from stepfloor.step.memory import keep_to_plan, open_memory
-from stepfloor.step.step import STAGE_SETS, Step, StepOutput, decode_shapes
+from stepfloor.step.step import STAGE_SETS, Step, StepOutput
 from stepfloor.stream.stream import Stream
 from stepfloor.tokenizer.tokenizer import Tokenizer
 from stepfloor.weights.checkpoint import Checkpoint
@@ -114,11 +114,7 @@ def check_memory(checkpoint: Checkpoint, config: EngineConfig) -> MemoryPlan:
         capacity = unified_capacity(meminfo, free)
     else:
         capacity = discrete_capacity(free, meminfo.get("MemAvailable", 1 << 62))
-    placement = replace(
-        placement_of(config),
-        expert_workspace_bytes=EXPERT_WORKSPACE_BYTES,
-        graphs=len(decode_shapes(config)) * len(STAGE_SETS),
-    )
+    placement = replace(placement_of(config), expert_workspace_bytes=EXPERT_WORKSPACE_BYTES)
     plan = plan_memory(checkpoint.config, checkpoint.weights, config, capacity, placement)
     for line in plan.lines:
         logger.info("memory: %s %.3f GiB on the %s", line.component, line.nbytes / 2**30, line.where)

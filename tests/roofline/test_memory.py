@@ -21,6 +21,7 @@ from stepfloor.roofline.memory import (
 )
 from stepfloor.roofline.planned import CASES, planned_weights
 from stepfloor.roofline.shards import Shards, matrix_shapes
+from stepfloor.step.step import STAGE_SETS
 from tests.roofline.released import RELEASED, SHIPPED
 
 GIB = 1 << 30
@@ -203,6 +204,18 @@ def test_one_layer_of_experts_is_decoded_for_a_prompt() -> None:
     assert line(plan(MANY, Placement(expert_workspace_bytes=GIB)), "workspace: experts") == GIB
     bf16 = plan_memory(RELEASED, planned_weights(RELEASED, replace(CASES["a"], experts="bf16")), EngineConfig(), MANY)
     assert line(bf16, "workspace: experts") == 0
+
+
+def test_graphs_are_those_that_the_step_captures() -> None:
+    """One for each number of sequences, of drafts, and set of sampler stages; none where steps are not captured."""
+    assert len(STAGE_SETS) == memory.SAMPLER_STAGE_SETS
+    for sequences, count in ((1, 1), (3, 3), (16, 5), (24, 6)):
+        asked = EngineConfig(spec_tokens=3, max_num_seqs=sequences)
+        note = next(one.note for one in plan_memory(SHIPPED, {}, asked, MANY).lines if one.component == "graphs")
+        assert note == f"at most: {count * len(STAGE_SETS)} of them"
+    asked = EngineConfig(spec_tokens=3, max_num_seqs=16, spec_tokens_per_batch_size=((1, 4, 3), (5, 16, 1)))
+    assert len(asked.decode_shapes) == 5
+    assert line(plan_memory(SHIPPED, {}, replace(asked, enforce_eager=True), MANY), "graphs") == 0
 
 
 def test_block_scores_of_a_million_tokens() -> None:

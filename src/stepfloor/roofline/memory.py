@@ -38,6 +38,7 @@ HOST_RESERVE_BYTES = 4 * _GIB
 # a row of the table may straddle two blocks of a disk; this many reads are under way at once
 DIRECT_READS, _BLOCK_BYTES = 4096, 4096
 _MAX_SEQUENCES = 256
+SAMPLER_STAGE_SETS = 4  # step.STAGE_SETS, which lies above this room: a graph each
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,6 @@ class Placement:
                    from the disk row by row past the page cache
     kv_dtype       of keys and values; block keys and index keys stay in the activations' type
     state_copies   recurrent states kept beside the running ones, for prefix reuse; host_state_copies  on the host
-    graphs         captured graphs
     expert_workspace_bytes  most that a prefill may take to decode one layer's experts to bf16
     score_rows     rows of a prompt chunk whose block scores are in memory at once; None is all of them
     """
@@ -74,7 +74,6 @@ class Placement:
     kv_dtype: KvDtype = "bf16"
     state_copies: int = 0
     host_state_copies: int = 0
-    graphs: int = 8
     expert_workspace_bytes: int = 5 * _GIB
     score_rows: int | None = None
 
@@ -346,6 +345,7 @@ def _work_lines(
     rope = 2 * (engine.max_model_len + 3 * k + 1) * config.rope.dim * activation_bytes
     decoded = _decoded_experts(config, weights, chunk, shards)
     integers = slots * (4 + k + config.ngram_size) * INT64_BYTES
+    graphs = 0 if engine.enforce_eager else len(engine.decode_shapes) * SAMPLER_STAGE_SETS
     lines = [
         Line("sampler: bias", slots * vocab * FP32_BYTES, "device", "at most: made when a request wants it"),
         Line("sampler: penalties", slots * vocab * (FP32_BYTES + 1), "device", "at most: made when a request wants it"),
@@ -357,7 +357,7 @@ def _work_lines(
         Line("workspace: activations", max(chunk, decode_rows) * per_row, "device", f"at most: {chunk} rows"),
         Line("workspace: block scores", scores, "device", f"at most: {scored} rows"),
         Line("workspace: logits", logits, "device", f"at most: {decode_rows} rows"),
-        Line("graphs", placement.graphs * (decode_rows * per_row // 8 + 16 * _MIB), "device", "at most"),
+        Line("graphs", graphs * (decode_rows * per_row // 8 + 16 * _MIB), "device", f"at most: {graphs} of them"),
     ]
     return [line for line in lines if line.nbytes]
 

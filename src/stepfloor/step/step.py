@@ -3,10 +3,11 @@
 Everything a step needs to know about a sequence is on the device, by slot; the host sends integers when a sequence
 joins and reads the emitted ids. A prompt's last chunk ends like a step whose rows were all accepted.
 
-On a GPU the decode part of a step is one captured graph for each number of sequences (BUCKETS), of drafts, and for what
-the sampler may have to do (STAGE_SETS), all captured at the start. Slots that a batch leaves free point at the padding
-slot. The host queues a step, then reads the ids of the step before. Sequences with a mask or whose log-probabilities
-are wanted decode behind the graph, kernel by kernel, in a pass of their own.
+On a GPU the decode part of a step is one captured graph for each number of sequences and of drafts
+(`EngineConfig.decode_shapes`), and for what the sampler may have to do (STAGE_SETS), all captured at the start. Slots
+that a batch leaves free point at the padding slot. The host queues a step, then reads the ids of the step before.
+Sequences with a mask or whose log-probabilities are wanted decode behind the graph, kernel by kernel, in a pass of
+their own.
 """
 
 import logging
@@ -29,7 +30,6 @@ from stepfloor.sampler.sampler import Sampler, Stage
 
 logger = logging.getLogger(__name__)
 
-BUCKETS = (1, 2, 4, 8, 16)
 # A batch runs under the first of these that does all it needs: greedy, sampled, sampled among the likeliest, anything.
 STAGE_SETS: tuple[frozenset[Stage], ...] = (
     frozenset(),
@@ -194,7 +194,7 @@ class Step:
         """Queue the decode part for these slots, captured where it can be; its report."""
         if not self.on_gpu:
             return self._decode(self._tensor(decodes), k, decodes)
-        size = bucket(len(decodes), self.config.max_num_seqs)
+        size = self.config.graph_size(len(decodes))
         slots = decodes + (self.sampler.padding_slot,) * (size - len(decodes))
         if self.config.enforce_eager:
             return self._decode(self._tensor(slots), k)
@@ -208,7 +208,7 @@ class Step:
     def _warm_up(self, stage_sets: Sequence[frozenset[Stage]]) -> None:
         """Run each graph's work once and capture it, all rows padding, so that no request waits for that."""
         begin = time.perf_counter()
-        shapes = decode_shapes(self.config)
+        shapes = self.config.decode_shapes
         for size, k in sorted(shapes, key=lambda shape: -shape[0] * (shape[1] + 1)):  # the others fit in its memory
             for stages in stage_sets:
                 with self.sampler.as_if(stages):
@@ -382,14 +382,3 @@ class Step:
         """Integers on the device, without waiting for what is queued there."""
         made = torch.tensor(values, dtype=torch.int64)
         return made.pin_memory().to(self.device, non_blocking=True) if self.on_gpu else made
-
-
-def decode_shapes(config: EngineConfig) -> set[tuple[int, int]]:
-    """Sequences of a graph, and drafts, of every decode step there can be."""
-    limit = config.max_num_seqs
-    return {(bucket(count, limit), config.drafts(count)) for count in range(1, limit + 1)}
-
-
-def bucket(count: int, max_num_seqs: int) -> int:
-    """Sequences of the graph that serves so many: the next of BUCKETS, or the engine's own limit if that is less."""
-    return next((size for size in BUCKETS if count <= size <= max_num_seqs), max(count, max_num_seqs))
