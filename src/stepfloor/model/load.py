@@ -35,6 +35,7 @@ from stepfloor.model.model import (
     Projection,
     SparseAttention,
 )
+from stepfloor.model.pinned import pinned_copy
 from stepfloor.model.rope import rope_tables
 from stepfloor.model.tensors import DTYPES, MappedTensors, StreamedTensors, TensorSource
 from stepfloor.weights.checkpoint import Checkpoint, Weight
@@ -299,7 +300,7 @@ class _Loader:
         parts = self.source.parts(weight)
         if self.on_gpu and self.table_on == "cpu":
             # kernels read pinned memory by its address; a shard passes through the device on its way
-            parts = {suffix: tensor.cpu().pin_memory() for suffix, tensor in parts.items()}
+            parts = {suffix: pinned_copy(tensor) for suffix, tensor in parts.items()}
         return parts
 
     def _matrix(self, name: str) -> PackedWeight:
