@@ -1,20 +1,24 @@
 """The commands that collect evidence on a GPU: they cover what they say, and read correctly what tools print."""
 
 import json
+import re
 import signal
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import typer
 
 import stepfloor
-from benchmarks import contexts, loading, sanitizer
+from benchmarks import contexts, evidence, loading, sanitizer
+from stepfloor import cli
 from stepfloor.config import ModelConfig
 from stepfloor.tools.bench.step import MIXES, random_checkpoint
 from stepfloor.weights.checkpoint import open_checkpoint
 
 SMALL = Path(stepfloor.__file__).parent / "shipped" / "config.json"
+ROOT = Path(__file__).parents[1]
 KERNELS = Path(stepfloor.__file__).parent / "kernels"
 
 
@@ -131,3 +135,43 @@ def test_what_loading_writes_is_a_checkpoint(tmp_path: Path) -> None:
     assert 0 <= loading.drop(files) <= 1
     assert loading.plain_read(files, pinned=False) > 0
     assert torch.isfinite(torch.tensor(loading.load(checkpoint, "cpu", lambda _: None))).all()
+
+
+def test_the_page_of_evidence_has_every_command() -> None:
+    page = (ROOT / "docs" / "evidence.md").read_text()
+    assert evidence.table() in page
+
+
+@pytest.mark.parametrize("command", evidence.COMMANDS, ids=lambda command: command.name)
+def test_the_commands_have_these_options(command: evidence.Command) -> None:
+    """A mistyped option is seen here and not where time on a GPU is lost."""
+    words = command.arguments.split()
+    if words[1] == "pytest":
+        assert all((ROOT / word).exists() for word in words if word.startswith("tests/"))
+        return
+    if words[1] == "stepfloor":
+        bench = typer.main.get_command(cli.app).commands["bench"].commands["step"]
+        known = {option for parameter in bench.params for option in parameter.opts + parameter.secondary_opts}
+    else:
+        known = set(
+            re.findall(r'add_argument\(\s*"(--[a-z-]+)"', (ROOT / f"{words[1].replace('.', '/')}.py").read_text())
+        )
+    assert {word for word in words if word.startswith("--")} <= known
+
+
+def test_commands_are_run_cut_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a command started ends with it; what time has no room for is named, not missing in silence."""
+    orphan = "import subprocess, sys; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); p.wait()"
+    commands = (
+        evidence.Command("good", "-c print(7)", 60, ""),
+        evidence.Command("long", "-m timeit", 200, ""),
+        evidence.Command("bad", "-c raise(SystemExit(3))", 60, ""),
+        evidence.Command("cut", f"-c exec(bytes({list(orphan.encode())}).decode())".replace(", ", ","), 3, ""),
+    )
+    results = evidence.run_all(commands, ["0", "1"], tmp_path, "abc", 100)
+    assert [result.code for result in results] == [0, None, 3, None]
+    assert [result.why for result in results] == ["", "left out: no time", "", "CUT after 3 s"]
+    assert (tmp_path / "good.log").read_text() == "7\n"
+    state = Path(f"/proc/{(tmp_path / 'cut.log').read_text().strip()}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+    assert "GPU 1: " in capsys.readouterr().out
