@@ -84,13 +84,13 @@ COMMANDS = (
     ),
     Command(
         "step-c",
-        "-m stepfloor bench step --format c --no-count-experts --commit {commit} --output {json}",
+        "-m stepfloor bench step --format c --commit {commit} --output {json}",
         240,
         "the step in FP8 with an MXFP8 head and FP8 draft experts",
     ),
     Command(
         "step-b",
-        "-m stepfloor bench step --format b' --no-count-experts --commit {commit} --output {json}",
+        "-m stepfloor bench step --format b' --commit {commit} --output {json}",
         240,
         "the step with FP8 dense matrices and head",
     ),

@@ -210,6 +210,8 @@ class ModelConfig:
 
 
 GRAPH_SIZES = (1, 2, 4, 8, 16)  # sequences of the captured decode steps
+MAX_DECODE_ROWS = 80  # that the decode kernels stream weights for; more would have the bits of another product
+MAX_CHUNK = 65_535  # rows in one dimension of a CUDA grid
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,6 +296,18 @@ class EngineConfig:
             raise UserError(
                 "--max-num-seqs and --max-num-batched-tokens must be at least 1; "
                 f"got {self.max_num_seqs} and {self.max_num_batched_tokens}"
+            )
+        if self.max_num_batched_tokens > MAX_CHUNK:
+            raise UserError(
+                f"--max-num-batched-tokens must be at most {MAX_CHUNK}; got {self.max_num_batched_tokens}; a longer "
+                "prompt is read in several chunks"
+            )
+        rows = max(size * (drafts + 1) for size, drafts in self.decode_shapes)
+        if self.device != "cpu" and rows > MAX_DECODE_ROWS:
+            raise UserError(
+                f"a step on a GPU decodes at most {MAX_DECODE_ROWS} rows, a row for each sequence and each of its "
+                f"drafts; --max-num-seqs {self.max_num_seqs} and --spec-tokens {self.spec_tokens} make {rows}; lower "
+                "one of them, or let drafts follow the number of sequences (--speculative-config)"
             )
         if self.long_prefill_token_threshold < 0 or (self.max_num_queued_reqs or 0) < 0:
             raise UserError(

@@ -158,10 +158,13 @@ class Engine:
         self.tokenizer = tokenizer
         if config.device == "cpu" and is_small(checkpoint):
             torch.set_num_threads(1)
+        self._bandwidth_gbps: float | None = None
         plan: MemoryPlan | None = None
         if model is None:
             if config.device != "cpu":
                 plan = check_memory(checkpoint, config)
+                # now, since it reads gigabytes that are the weights' from here on, and that the plan does not hold
+                self._bandwidth_gbps = read_bandwidth_gbps(config.device)
             model = load_model(
                 checkpoint,
                 positions_needed(config),
@@ -323,12 +326,19 @@ class Engine:
         self.counters = Counters([0] * self.config.spec_tokens, [0] * self.config.spec_tokens)
         self.steps = self.delivered_steps = 0
 
+    @property
+    def bandwidth_gbps(self) -> float:
+        """What the device reads, in GB/s; measured once."""
+        if self._bandwidth_gbps is None:
+            self._bandwidth_gbps = read_bandwidth_gbps(self.config.device)
+        return self._bandwidth_gbps
+
     def report(self) -> dict[str, Any]:
         """What was loaded and what it takes: bytes of weights, pages and slots, the floor of a step, backends."""
         config, cache = self.config, self.step.cache
         paged = [*cache.keys, *cache.values, *cache.block_keys]
         slots = [*cache.raw_keys, *cache.state, *cache.raw_rows, *cache.gate_rows, cache.ngram_rows, cache.page_table]
-        bandwidth = read_bandwidth_gbps(config.device)
+        bandwidth = self.bandwidth_gbps
         step = checkpoint_step_bytes(self.checkpoint.config, self.checkpoint.weights, 1, config.spec_tokens)
         return {
             "device": config.device,

@@ -9,6 +9,7 @@ import stepfloor
 from stepfloor.config import EngineConfig
 from stepfloor.engine import Engine, check_memory
 from stepfloor.request import Request, SamplingParams
+from stepfloor.server.worker import warm_up
 from stepfloor.step.memory import open_memory
 from stepfloor.weights.checkpoint import open_checkpoint
 
@@ -27,6 +28,8 @@ def test_an_engine_serves_within_its_plan_and_cannot_pass_it() -> None:
     try:
         engine.submit(Request("a", (5, 6, 7), SamplingParams(temperature=0.0), 20))
         assert sum(len(piece.token_ids) for piece in engine.run()) == 20
+        assert engine.report()["bandwidth_gbps"] > 100  # a read of gigabytes, of which the plan knows nothing
+        warm_up(engine)
         assert torch.cuda.memory_reserved() <= plan.total("device")
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(plan.total("device"), dtype=torch.uint8, device="cuda")

@@ -63,19 +63,40 @@ def _load(spec: EngineSpec, link: "Link") -> Engine:
 
 
 def warm_up(engine: Engine) -> None:
-    """Run batches of 1, 2, 4, 8 ... sequences, greedy and sampled, so that no user's request meets a first launch."""
-    count = 1
-    prompt = tuple(range(min(16, engine.vocab_size)))
-    while True:
-        for i in range(count):
-            sampling = SamplingParams(temperature=float(i % 2), seed=i, top_p=0.9 if i % 4 == 1 else 1.0)
-            engine.submit(Request(f"warm-up-{i}", prompt, sampling, WARM_UP_TOKENS))
+    """Run prompts of every kind, then batches of 1, 2, 4, 8 ... sequences, so that no user meets a first launch."""
+    config = engine.config
+    tokens = min(WARM_UP_TOKENS, config.max_model_len - 1)
+
+    def run(requests: Sequence[Request]) -> None:
+        for request in requests:
+            engine.submit(request)
         for piece in engine.run():
             if piece.error is not None:
                 raise UserError(f"the warm-up failed: {piece.error}; check the weights")
-        if count == engine.config.max_num_seqs:
+
+    def prompt(length: int) -> tuple[int, ...]:
+        return tuple(i % engine.vocab_size for i in range(max(1, min(length, config.max_model_len - tokens))))
+
+    # other kernels serve a chunk past each of these, and rows whose log-probabilities are wanted; a CPU has one kind
+    lengths = (17, 81, 321, config.chunk_tokens) if config.device != "cpu" else ()
+    for length in lengths:
+        run([Request("warm-up", prompt(length), SamplingParams(temperature=0.0), tokens, logprobs=1)])
+    count = 1
+    while True:
+        run(
+            [
+                Request(
+                    f"warm-up-{i}",
+                    prompt(16),
+                    SamplingParams(temperature=float(i % 2), seed=i, top_p=0.9 if i % 4 == 1 else 1.0),
+                    tokens,
+                )
+                for i in range(count)
+            ]
+        )
+        if count == config.max_num_seqs:
             break
-        count = min(2 * count, engine.config.max_num_seqs)
+        count = min(2 * count, config.max_num_seqs)
     engine.reset_counters()
 
 

@@ -38,6 +38,7 @@ STAGE_SETS: tuple[frozenset[Stage], ...] = (
     frozenset({"noise", "filters", "bias", "penalties"}),
 )
 _POLL_S = 20e-6
+_LIMIT_S = 300.0  # far beyond the longest chunk of the longest prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,13 @@ class Report:
     def wait(self) -> list[tuple[int, list[Any]]]:
         """Each slot with its row."""
         # asking does not stop the queue, as a synchronising call could
+        begin = time.monotonic()
         while self.ready is not None and not self.ready.query():
+            if time.monotonic() - begin > _LIMIT_S:
+                raise RuntimeError(
+                    f"the GPU has not ended the step of slots {list(self.slots)} after {_LIMIT_S:.0f} s: a kernel "
+                    "hangs; end this process, and please report it with the command line"
+                )
             time.sleep(_POLL_S)
         return list(zip(self.slots, self.values.tolist(), strict=False))
 
@@ -183,18 +190,19 @@ class Step:
             together = tuple(slot for slot in batch.decodes if slot not in apart) if self.on_gpu else batch.decodes
             k = batch.spec_tokens
             if together:
-                reports.append(self._to_host(together, self._run_decodes(together, k)))
+                reports.append(self._to_host(together, self._run_decodes(together, k, len(batch.decodes))))
             if apart and self.on_gpu:
                 reports.append(self._to_host(apart, self._decode(self._tensor(apart), k, apart)))
         masked = tuple(slot for slot, _ in batch.owners if slot in masks)
         drafts = (self._to_host(masked, self.state.drafts[self._tensor(masked)]),) if masked else ()
         return StepOutput(tuple(reports), drafts, tuple(self._logprobs))
 
-    def _run_decodes(self, decodes: tuple[int, ...], k: int) -> Tensor:
-        """Queue the decode part for these slots, captured where it can be; its report."""
+    def _run_decodes(self, decodes: tuple[int, ...], k: int, sequences: int) -> Tensor:
+        """Queue the decode part for these slots of all sequences that decode, captured where it can be; its report."""
         if not self.on_gpu:
             return self._decode(self._tensor(decodes), k, decodes)
-        size = self.config.graph_size(len(decodes))
+        # k follows from all sequences, and there is a graph for both together only
+        size = self.config.graph_size(sequences)
         slots = decodes + (self.sampler.padding_slot,) * (size - len(decodes))
         if self.config.enforce_eager:
             return self._decode(self._tensor(slots), k)

@@ -11,7 +11,6 @@ from stepfloor.errors import UserError
 from stepfloor.model.load import is_small
 from stepfloor.request import Request, SamplingParams
 from stepfloor.roofline.floor import Floor, checkpoint_step_bytes
-from stepfloor.step.bandwidth import read_bandwidth_gbps
 from stepfloor.tokenizer.tokenizer import Tokenizer
 from stepfloor.weights.checkpoint import Checkpoint
 
@@ -121,7 +120,7 @@ def _run(engine: Engine, checkpoint: Checkpoint, prompt_tokens: int) -> Report:
     counters, spec_tokens = engine.counters, engine.config.spec_tokens
     context = prompt_tokens + len(token_ids) // 2
     step = checkpoint_step_bytes(checkpoint.config, checkpoint.weights, 1, spec_tokens, context)
-    bandwidth = read_bandwidth_gbps(engine.config.device)
+    bandwidth = engine.bandwidth_gbps
     timed = counters.decode_steps > 1 and len(times) > 1
     # the first piece is the prompt's; the loop is one step ahead, so between two pieces lies one step
     step_s = (times[-1] - times[0]) / (len(times) - 1) if timed else None

@@ -65,7 +65,7 @@ class Cell:
     """One measured cell; times in milliseconds, bandwidth in GB/s.
 
     acceptance  tokens a sequence is made to take a step; None: what the target accepted
-    experts     distinct experts of a layer and step, mean over all; expected  under uniform routing
+    experts     distinct experts of a layer and step, mean over all; None: not counted; expected  under uniform routing
     void        why the cell does not count, or None
     """
 
@@ -84,7 +84,7 @@ class Cell:
     bandwidth_gbps: float
     floor_ms: float
     fraction: float
-    experts: float
+    experts: float | None
     expected_experts: float
     void: str | None
     profile: Profile | None
@@ -92,10 +92,11 @@ class Cell:
     def line(self) -> str:
         """One row of the table."""
         kernels = f"{self.profile.kernels:7.0f}" if self.profile else "      -"
+        counted = "     -" if self.experts is None else f"{self.experts:6.1f}"
         return (
             f"{self.format:>3} {self.sequences:4} {self.spec_tokens:2} {self.context:7} {self.step_ms:8.3f} "
             f"{self.median_ms:8.3f} {self.p95_ms:8.3f} {self.tokens_per_s:9.1f} {self.step_bytes / 1e9:7.2f} "
-            f"{self.floor_ms:7.3f} {100 * self.fraction:6.1f} % {self.experts:6.1f}/{self.expected_experts:<6.1f} "
+            f"{self.floor_ms:7.3f} {100 * self.fraction:6.1f} % {counted}/{self.expected_experts:<6.1f} "
             f"{kernels}" + (f"  VOID: {self.void}" if self.void else "")
         )
 
@@ -213,14 +214,16 @@ def _measure(
     lengths = [b - a for a, b in pairwise(marks)]
     seconds = (marks[-1] - marks[0]) / len(lengths)
     delivered = timed.counters.delivered_per_step
+    del timed  # its cache and graphs, before the next engine makes its own
     profile = None
     if plan.profile and plan.device != "cpu":
         profile = profile_steps(
             engine(stripped), lambda of: _steps(of, replace(plan, steps=PROFILED_STEPS), sequences, k, context, forced)
         )
-    measured = expected = distinct_experts(
+    expected = distinct_experts(
         sequences * (k + 1), checkpoint.config.num_experts, checkpoint.config.num_experts_per_tok
     )
+    measured = None
     void = None
     if plan.count_experts:
         counter = ExpertCounter(stripped, sequences * (k + 1))
@@ -335,7 +338,7 @@ def _prefill(checkpoint: Checkpoint, model: Model, plan: Plan) -> float:
         kv_cache_dtype=cast(Any, plan.kv_cache_dtype),  # check refuses what is no choice
         device=plan.device,
     )
-    engine = Engine(checkpoint, config, model=model)
+    engine = Engine(checkpoint, config, model=model, stage_sets=(frozenset(),))
     make = torch.Generator().manual_seed(99)
     best = float("inf")
     for i in range(3):
