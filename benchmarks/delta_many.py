@@ -24,6 +24,7 @@ from torch import Tensor
 
 from benchmarks.delta_net import SIZES, capture, copied, describe, medians_us, model_inputs, own_copies, rule_bound, say
 from stepfloor.formats.codec import PackedWeight
+from stepfloor.kernels._stream_product import StreamedWeight, stream_product
 from stepfloor.kernels.gdn_decode import (
     DeltaPlan,
     SplitPlan,
@@ -35,7 +36,7 @@ from stepfloor.kernels.gdn_decode import (
     pack_split_arguments,
     split_launches_for,
 )
-from stepfloor.kernels.linear import StreamedWeight, linear_repack, stream_product
+from stepfloor.kernels.linear import linear_repack
 from stepfloor.roofline import bytes as roofline_bytes
 
 # sequences, new rows, pending rows

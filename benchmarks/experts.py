@@ -45,7 +45,8 @@ from stepfloor.kernels._experts import (
     piece_bytes,
 )
 from stepfloor.kernels._jit import compile_cuda, device_arch
-from stepfloor.kernels.linear import StreamedWeight, linear, linear_repack, stream_product
+from stepfloor.kernels._stream_product import StreamedWeight, stream_product
+from stepfloor.kernels.linear import linear, linear_repack
 from stepfloor.kernels.moe_down import (
     FEW_ROWS,
     SLICES,
