@@ -24,18 +24,11 @@ from torch import Tensor
 
 from benchmarks.delta_net import SIZES, capture, copied, describe, medians_us, model_inputs, own_copies, rule_bound, say
 from stepfloor.formats.codec import PackedWeight
-from stepfloor.kernels.gdn_decode import (
-    DeltaPlan,
-    SplitPlan,
-    choose_plan,
-    gdn_decode_inputs,
-    gdn_decode_reference,
-    launch_for,
-    pack_arguments,
-    pack_split_arguments,
-    split_launches_for,
-)
-from stepfloor.kernels.linear import StreamedWeight, linear_repack, stream_product
+from stepfloor.kernels._delta_fused import DeltaPlan, choose_plan, launch_for, pack_arguments
+from stepfloor.kernels._delta_split import SplitPlan, pack_split_arguments, split_launches_for
+from stepfloor.kernels._stream_product import StreamedWeight, stream_product
+from stepfloor.kernels.gdn_decode import gdn_decode_inputs, gdn_decode_reference
+from stepfloor.kernels.linear import linear_repack
 from stepfloor.roofline import bytes as roofline_bytes
 
 # sequences, new rows, pending rows

@@ -37,16 +37,11 @@ from torch import Tensor
 
 from stepfloor.formats.codec import PackedWeight
 from stepfloor.kernels._delta import prepare
+from stepfloor.kernels._delta_fused import DeltaPlan, launch_for, pack_arguments
 from stepfloor.kernels._jit import compile_cuda, device_arch
+from stepfloor.kernels._stream_product import StreamedWeight, stream_product
 from stepfloor.kernels._torch import delta_rows, delta_rule
-from stepfloor.kernels.gdn_decode import (
-    DeltaPlan,
-    gdn_decode_inputs,
-    gdn_decode_reference,
-    gdn_decode_triton,
-    launch_for,
-    pack_arguments,
-)
+from stepfloor.kernels.gdn_decode import gdn_decode_inputs, gdn_decode_reference, gdn_decode_triton
 from stepfloor.kernels.gdn_prefill import (
     PLAN,
     PrefillPlan,
@@ -54,7 +49,7 @@ from stepfloor.kernels.gdn_prefill import (
     gdn_prefill_inputs,
     gdn_prefill_triton,
 )
-from stepfloor.kernels.linear import StreamedWeight, linear_repack, stream_product
+from stepfloor.kernels.linear import linear_repack
 from stepfloor.roofline import bytes as roofline_bytes
 
 SIZES = (16, 48, 128, 128)  # key heads, value heads, K, V

@@ -34,7 +34,8 @@ from torch import Tensor
 from benchmarks.grouped_experts import PARTS, pair_products, run_part
 from benchmarks.linear import capture, describe, medians_us, read_bandwidth, say
 from stepfloor.formats.codec import PackedWeight
-from stepfloor.kernels._down_many import ManyDownPlan, plan_many
+from stepfloor.kernels._down_few import DownPlan, cluster_launch, plan_down
+from stepfloor.kernels._down_many import SLICES, ManyDownPlan, plan_many
 from stepfloor.kernels._experts import (
     CAPACITIES,
     MAX_ROWS,
@@ -45,20 +46,10 @@ from stepfloor.kernels._experts import (
     piece_bytes,
 )
 from stepfloor.kernels._jit import compile_cuda, device_arch
-from stepfloor.kernels.linear import StreamedWeight, linear, linear_repack, stream_product
-from stepfloor.kernels.moe_down import (
-    FEW_ROWS,
-    SLICES,
-    DownPlan,
-    TiledShared,
-    cluster_launch,
-    down_arguments,
-    down_launch,
-    down_rows,
-    down_scratch,
-    pack_shared,
-    plan_down,
-)
+from stepfloor.kernels._shared_expert import TiledShared, pack_shared
+from stepfloor.kernels._stream_product import StreamedWeight, stream_product
+from stepfloor.kernels.linear import linear, linear_repack
+from stepfloor.kernels.moe_down import FEW_ROWS, down_arguments, down_launch, down_rows, down_scratch
 from stepfloor.kernels.moe_gate_up import (
     WARPS,
     GateUpPlan,

@@ -17,11 +17,14 @@ from torch import Tensor
 
 from benchmarks.linear import capture, medians_us, say
 from stepfloor.formats.codec import PackedWeight
+from stepfloor.kernels._down_many import SLICES
 from stepfloor.kernels._experts import FORMATS, TiledExperts, pack_experts
 from stepfloor.kernels._grouped import Tiles
-from stepfloor.kernels.moe_down import DECODE as DOWN_DECODE
-from stepfloor.kernels.moe_down import PREFILL as DOWN_PREFILL
-from stepfloor.kernels.moe_down import SLICES, down_grouped, down_rows, moe_down, pack_shared
+from stepfloor.kernels._grouped_down import DECODE as DOWN_DECODE
+from stepfloor.kernels._grouped_down import PREFILL as DOWN_PREFILL
+from stepfloor.kernels._grouped_down import down_grouped
+from stepfloor.kernels._shared_expert import pack_shared
+from stepfloor.kernels.moe_down import down_rows, moe_down
 from stepfloor.kernels.moe_gate_up import DECODE as GATE_UP_DECODE
 from stepfloor.kernels.moe_gate_up import PREFILL as GATE_UP_PREFILL
 from stepfloor.kernels.moe_gate_up import WARPS, gate_up_grouped, gate_up_rows, moe_gate_up

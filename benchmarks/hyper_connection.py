@@ -30,8 +30,10 @@ from torch import Tensor
 
 from benchmarks.linear import capture, current_commit, describe, medians_us, read_bandwidth, say
 from stepfloor.formats.codec import quantize
+from stepfloor.kernels._choose_form import plan_stream
 from stepfloor.kernels._jit import Launch
 from stepfloor.kernels._stream import outer_scales, pack_tape
+from stepfloor.kernels._stream_product import StreamedWeight, stream_product
 from stepfloor.kernels._torch import rms_norm, sigmoid, silu
 from stepfloor.kernels.hc_down import (
     MAX_ROWS,
@@ -54,7 +56,6 @@ from stepfloor.kernels.hc_mix import (
     plan_mix,
     queue_mix,
 )
-from stepfloor.kernels.linear import StreamedWeight, plan_stream, stream_product
 from tests.kernels.streamed import down_faults, mix_faults
 
 WIDTH, STREAMS, RANK, D = 10240, 4, 320, 2560

@@ -33,6 +33,8 @@ from torch import Tensor
 
 from stepfloor.formats.codec import PackedWeight, quantize
 from stepfloor.formats.table import stored_bytes
+from stepfloor.kernels._choose_form import choose_variant, group_variant, plan_stream, share_variant, spread_variant
+from stepfloor.kernels._forms import MAX_ROWS, Variant, kernel_macros, shared_bytes
 from stepfloor.kernels._jit import compile_cuda, device_arch
 from stepfloor.kernels._stream import (
     CODINGS,
@@ -44,22 +46,7 @@ from stepfloor.kernels._stream import (
     outer_scales,
     pack_tape,
 )
-from stepfloor.kernels.linear import (
-    MAX_ROWS,
-    StreamedWeight,
-    Variant,
-    choose_variant,
-    fit_variant,
-    group_variant,
-    kernel_macros,
-    launch_for,
-    pack_arguments,
-    plan_stream,
-    share_variant,
-    shared_bytes,
-    spread_variant,
-    stream_product,
-)
+from stepfloor.kernels._stream_product import StreamedWeight, fit_variant, launch_for, pack_arguments, stream_product
 
 SHAPES = {
     "head": (248320, 2560),

@@ -19,17 +19,12 @@ from torch import Tensor
 from benchmarks.linear import ROTATED_BYTES, capture, medians_us, random_matrix, say
 from stepfloor.formats.codec import PackedWeight
 from stepfloor.formats.table import stored_bytes
+from stepfloor.kernels._choose_form import plan_stream
+from stepfloor.kernels._forms import MAX_ROWS
+from stepfloor.kernels._pair import PairPlan, StreamedPair
 from stepfloor.kernels._stream import outer_scales, pack_tape
-from stepfloor.kernels.linear import (
-    MAX_ROWS,
-    PairPlan,
-    StreamedPair,
-    StreamedWeight,
-    linear,
-    linear_join,
-    linear_repack,
-    plan_stream,
-)
+from stepfloor.kernels._stream_product import StreamedWeight
+from stepfloor.kernels.linear import linear, linear_join, linear_repack
 
 K = 2560
 

@@ -9,20 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepfloor.kernels import gdn_decode as module
+from stepfloor.kernels import _delta_fused, _delta_split
+from stepfloor.kernels._delta_fused import MOST_SHARED, Choice, DeltaPlan, choose_plan
+from stepfloor.kernels._delta_split import SPLIT_FROM, SplitPlan, choose_split
 from stepfloor.kernels._jit import compile_cuda, missing_for_cuda
-from stepfloor.kernels.gdn_decode import (
-    MOST_SHARED,
-    SPLIT_FROM,
-    Choice,
-    DeltaPlan,
-    SplitPlan,
-    choose_plan,
-    choose_split,
-    gdn_decode,
-    gdn_decode_inputs,
-    gdn_decode_reference,
-)
+from stepfloor.kernels.gdn_decode import gdn_decode, gdn_decode_inputs, gdn_decode_reference
 from tests.kernels.compare import assert_rounded_alike, assert_same, assert_within, copied
 
 MODEL = DeltaPlan(16, 48, 128, 128, rows=4, kept=4, silu=False)
@@ -122,7 +113,7 @@ def test_settled_calls_have_the_same_bits(rows: int, choice: Choice, monkeypatch
     inputs: dict[str, Any] = gdn_decode_inputs(3, rows, *SIZES, torch.bfloat16, "cuda")
     plain, held = copied(inputs), copied(inputs)
     wanted = [settled(plain) for _ in range(20)]
-    monkeypatch.setattr(module, "SETTLED_PLANS", (choice,))
+    monkeypatch.setattr(_delta_fused, "SETTLED_PLANS", (choice,))
     gdn_decode(**copied(inputs), settled=True)  # loads the kernel
     torch.cuda.synchronize()
     graph, copy = torch.cuda.CUDAGraph(), torch.empty_like(wanted[0])
@@ -148,9 +139,9 @@ def test_two_kernels_have_the_bits_of_one(
     """Steps in a graph: a text must not change when sequences come or go and the other form takes over."""
     inputs: dict[str, Any] = gdn_decode_inputs(sequences, rows, *SIZES, torch.bfloat16, "cuda")
     one, two = copied(inputs), copied(inputs)
-    monkeypatch.setattr(module, "SPLIT_FROM", 1000)
+    monkeypatch.setattr(_delta_split, "SPLIT_FROM", 1000)
     wanted = [settled(one) for _ in range(10)]
-    monkeypatch.setattr(module, "SPLIT_FROM", 1)
+    monkeypatch.setattr(_delta_split, "SPLIT_FROM", 1)
     gdn_decode(**copied(inputs), settled=settled_call)  # loads the kernels
     torch.cuda.synchronize()
     graph, copy = torch.cuda.CUDAGraph(), torch.empty_like(wanted[0])

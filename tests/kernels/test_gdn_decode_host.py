@@ -14,14 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepfloor.kernels.gdn_decode import (
-    DeltaPlan,
-    SplitPlan,
-    gdn_decode_inputs,
-    gdn_decode_reference,
-    pack_arguments,
-    pack_split_arguments,
-)
+from stepfloor.kernels._delta_fused import DeltaPlan, pack_arguments
+from stepfloor.kernels._delta_split import SplitPlan, pack_split_arguments
+from stepfloor.kernels.gdn_decode import gdn_decode_inputs, gdn_decode_reference
 from tests.kernels.compare import assert_rounded_alike, assert_same, assert_within, copied
 from tests.kernels.delta_net import rule_bound
 from tests.kernels.lanes import build, needs_compiler

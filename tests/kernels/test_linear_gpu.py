@@ -8,8 +8,19 @@ import torch
 from torch import Tensor
 
 from stepfloor.formats.codec import PackedWeight, quantize
-from stepfloor.kernels import linear as module
+from stepfloor.kernels import _choose_form
+from stepfloor.kernels._choose_form import choose_variant, plan_stream, with_clusters
+from stepfloor.kernels._forms import MAX_ROWS, Variant, kernel_macros, shared_bytes, spread_clusters
 from stepfloor.kernels._jit import compile_cuda, missing_for_cuda
+from stepfloor.kernels._pair import (
+    StreamedPair,
+    pair_bytes,
+    pair_macros,
+    pair_parts,
+    pair_product,
+    pair_variant,
+    plan_pair,
+)
 from stepfloor.kernels._stream import (
     CODINGS,
     SHARED_LIMIT,
@@ -22,29 +33,8 @@ from stepfloor.kernels._stream import (
     unpack_tape,
     why_not_streamed,
 )
-from stepfloor.kernels.linear import (
-    MAX_ROWS,
-    StreamedPair,
-    StreamedWeight,
-    Variant,
-    choose_variant,
-    kernel_macros,
-    linear,
-    linear_inputs,
-    linear_join,
-    linear_repack,
-    pair_bytes,
-    pair_macros,
-    pair_parts,
-    pair_product,
-    pair_variant,
-    plan_pair,
-    plan_stream,
-    shared_bytes,
-    spread_clusters,
-    stream_product,
-    with_clusters,
-)
+from stepfloor.kernels._stream_product import StreamedWeight, stream_product
+from stepfloor.kernels.linear import linear, linear_inputs, linear_join, linear_repack
 from tests.kernels.streamed import odd_weight, product_bound
 
 # the model's own products, then shapes with odd rows, padded columns and several passes over many columns
@@ -208,7 +198,7 @@ def test_plans_of_the_model(n: int, k: int, name: str) -> None:
 @pytest.mark.parametrize("share", [True, False])
 def test_many_rows_are_one_reading_of_the_weights(share: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """17 to 80 rows through tiles of 16 would read the weights once for each."""
-    monkeypatch.setattr(module, "SHARE", share)
+    monkeypatch.setattr(_choose_form, "SHARE", share)
     for name in ("bf16", "fp8_channel", "mxfp8", "nvfp4"):
         for n, k in ((248320, 2560), (16480, 2560), (2560, 6144), (1793, 2560)):
             plan = plan_stream(n, k, 132, format_name=name)
@@ -224,7 +214,7 @@ def test_many_rows_are_one_reading_of_the_weights(share: bool, monkeypatch: pyte
 
 def test_fewer_clusters_keep_their_kernel_or_spread(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that runs few clusters at once must not get more rows than warpgroups hold, nor too much memory."""
-    monkeypatch.setattr(module, "SHARE", True)
+    monkeypatch.setattr(_choose_form, "SHARE", True)
     plan = plan_stream(2560, 6144, 132)
     chosen = choose_variant(plan, 64)
     for clusters in range(1, 16):
@@ -238,7 +228,7 @@ def test_fewer_clusters_keep_their_kernel_or_spread(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
 @pytest.mark.parametrize(("n", "k"), [(16480, 2560), (336, 10240), (10240, 320), (5301, 4096), (2560, 6144)])
 def test_compiles(n: int, k: int, arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SHARE", True)
+    monkeypatch.setattr(_choose_form, "SHARE", True)
     plan = plan_stream(n, k, 132)
     variants = {choose_variant(plan, rows, arch == "sm_90a") for rows in (8, 16, 80)}
     for variant in variants:

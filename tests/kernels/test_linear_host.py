@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 
 from stepfloor.formats.codec import PackedWeight
+from stepfloor.kernels._choose_form import plan_stream
+from stepfloor.kernels._forms import Variant, block_threads, kernel_macros, shared_bytes, spread_clusters
+from stepfloor.kernels._pair import PairPlan, StreamedPair, pair_arguments, pair_bytes, pair_macros, pair_variant
 from stepfloor.kernels._stream import (
     CODINGS,
     WARPS,
@@ -24,22 +27,7 @@ from stepfloor.kernels._stream import (
     outer_scales,
     pack_tape,
 )
-from stepfloor.kernels.linear import (
-    PairPlan,
-    StreamedPair,
-    StreamedWeight,
-    Variant,
-    block_threads,
-    kernel_macros,
-    pack_arguments,
-    pair_arguments,
-    pair_bytes,
-    pair_macros,
-    pair_variant,
-    plan_stream,
-    shared_bytes,
-    spread_clusters,
-)
+from stepfloor.kernels._stream_product import StreamedWeight, pack_arguments
 from tests.kernels.lanes import build, needs_compiler
 from tests.kernels.streamed import odd_weight, product_bound
 

@@ -8,17 +8,11 @@ import torch
 from torch import Tensor
 
 from stepfloor.formats.codec import quantize
+from stepfloor.kernels._down_many import SLICES
 from stepfloor.kernels._experts import pack_experts
 from stepfloor.kernels._grouped import WIDE, Tiles
-from stepfloor.kernels.moe_down import (
-    DECODE,
-    PREFILL,
-    SLICES,
-    down_grouped,
-    moe_down,
-    moe_down_inputs,
-    moe_down_reference,
-)
+from stepfloor.kernels._grouped_down import DECODE, PREFILL, down_grouped
+from stepfloor.kernels.moe_down import moe_down, moe_down_inputs, moe_down_reference
 from stepfloor.kernels.moe_gate_up import moe_gate_up
 from tests.kernels.compare import (
     MATRIX_FORMATS,
@@ -251,7 +245,7 @@ def compile_case(cut: Tiles, n: int, k: int, codes: str, scaling: str, **changes
     constants |= {"BLOCK_K": cut.depth, "CHUNK": 64, "PDL": arch >= 90}
     integers = ("x_stride", "shared_x_stride", "pairs", "first", "groups", "shared_rows")
     aligned = (*pointers, *(("x_stride", "shared_x_stride") if k % 16 == 0 else ()))
-    where = "stepfloor.kernels.moe_down", "_products_kernel"
+    where = "stepfloor.kernels._grouped_down", "_products_kernel"
     return Case(*where, {**pointers, **dict.fromkeys(integers, "i32")}, constants, cut.warps, arch, cut.stages, aligned)
 
 
@@ -267,6 +261,12 @@ def test_kernels_compile() -> None:
             compile_case(PREFILL, 2560, 640, "plain", "none", ordered=True),
             compile_case(WIDE, 52, 22, "plain", "none", wide=True),
             compile_case(DECODE, 2560, 640, "mxfp8", "none", arch=80),
-            Case("stepfloor.kernels.moe_down", "_sum_kernel", dict.fromkeys(tensors, "*bf16"), sizes, aligned=tensors),
+            Case(
+                "stepfloor.kernels._grouped_down",
+                "_sum_kernel",
+                dict.fromkeys(tensors, "*bf16"),
+                sizes,
+                aligned=tensors,
+            ),
         ]
     )

@@ -9,20 +9,12 @@ import torch
 from torch import Tensor
 
 from stepfloor.formats.codec import PackedWeight, quantize
+from stepfloor.kernels._down_few import DownPlan, fit_down, plan_down
+from stepfloor.kernels._down_many import SLICES
 from stepfloor.kernels._experts import FORMATS, SHARED_LIMIT, TiledExperts, decode_experts, decode_macros, pack_experts
 from stepfloor.kernels._jit import compile_cuda, missing_for_cuda
-from stepfloor.kernels.moe_down import (
-    SLICES,
-    DownPlan,
-    TiledShared,
-    fit_down,
-    moe_down,
-    moe_down_inputs,
-    moe_down_reference,
-    moe_down_repack,
-    pack_shared,
-    plan_down,
-)
+from stepfloor.kernels._shared_expert import TiledShared, pack_shared
+from stepfloor.kernels.moe_down import moe_down, moe_down_inputs, moe_down_reference, moe_down_repack
 from stepfloor.kernels.moe_gate_up import (
     WARPS,
     GateUpPlan,

@@ -13,22 +13,12 @@ import torch
 from torch import Tensor
 
 from stepfloor.formats.codec import PackedWeight, quantize
-from stepfloor.kernels import moe_down as down_module
 from stepfloor.kernels import moe_gate_up as gate_up_module
+from stepfloor.kernels._down_few import DownPlan, plan_down, plan_for
+from stepfloor.kernels._down_many import SLICES, ManyDownPlan, plan_many
 from stepfloor.kernels._experts import FORMATS, SCALE_REST, decode_arguments, decode_macros, pack_experts
-from stepfloor.kernels.moe_down import (
-    SHARED_FORMATS,
-    DownPlan,
-    ManyDownPlan,
-    TiledShared,
-    down_arguments,
-    down_scratch,
-    pack_shared,
-    plan_down,
-    plan_for,
-    plan_many,
-    shared_macros,
-)
+from stepfloor.kernels._shared_expert import SHARED_FORMATS, TiledShared, pack_shared, shared_macros
+from stepfloor.kernels.moe_down import down_arguments, down_scratch
 from stepfloor.kernels.moe_gate_up import GateUpPlan, gate_up_arguments, plan_gate_up
 from stepfloor.kernels.moe_route import SHARED_BYTES, moe_route_reference, route_arguments, route_macros
 from tests.kernels.lanes import build, needs_compiler
@@ -147,7 +137,7 @@ def test_shared_packing_is_a_permutation(name: str) -> None:
 def test_the_shared_expert_in_other_formats(name: str, tmp_path: Path) -> None:
     """Wrong scales or columns: rows end inside of blocks of 128, columns inside of blocks and of steps."""
     n, k, shared_k, topk = 144, 64, 160, 2
-    tiled = pack_experts(experts(5, n, k), down_module.SLICES, False, tmp_path)
+    tiled = pack_experts(experts(5, n, k), SLICES, False, tmp_path)
     make = torch.Generator().manual_seed(1)
     hidden = torch.zeros(20, topk, k, dtype=torch.bfloat16)  # the routed experts have tests of their own
     ids, weights = choices(20, 5, topk), torch.rand(20, topk, generator=make).to(torch.bfloat16)
@@ -247,7 +237,7 @@ def check_down(
 ) -> Tensor:
     """Right values and a row's bits its own in every case (rows, cluster, warps, slots, group, sharers)."""
     topk, count, (n, k) = 2, weight.data.shape[0], weight.shape
-    tiled = pack_experts(weight, down_module.SLICES, False, tmp_path)
+    tiled = pack_experts(weight, SLICES, False, tmp_path)
     make = torch.Generator().manual_seed(1)
     hidden = torch.randn(20, topk, k, generator=make).to(torch.bfloat16)
     ids = choices(20, count, topk)

@@ -8,12 +8,14 @@ import torch
 
 import stepfloor
 from stepfloor import kernels
+from stepfloor.kernels._choose_form import plan_stream
 from stepfloor.kernels._experts import pack_experts
 from stepfloor.kernels._stream import outer_scales, pack_tape
+from stepfloor.kernels._stream_product import StreamedWeight
 from stepfloor.kernels.gdn_decode import decodes_on_cuda, gdn_decode_inputs
 from stepfloor.kernels.hc_down import StreamedDown, hc_down_inputs, plan_down
 from stepfloor.kernels.hc_mix import StreamedMix, hc_mix_inputs, pack_mix, plan_mix
-from stepfloor.kernels.linear import StreamedWeight, linear_inputs, plan_stream
+from stepfloor.kernels.linear import linear_inputs
 from stepfloor.kernels.moe_gate_up import moe_gate_up_inputs
 from stepfloor.kernels.moe_route import routes_on_cuda
 from stepfloor.kernels.ngram_gather import ngram_gather_table
