@@ -5,6 +5,7 @@ split that did not happen fails the test. Names are those of the list of cases.
 """
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from stepfloor.engine import Engine
 from stepfloor.request import Grammar, Piece, Request, SamplingParams
 from stepfloor.tokenizer.tokenizer import Tokenizer
 from stepfloor.weights.checkpoint import Checkpoint, open_checkpoint
-from tests.scripted import Scripted, by_split, from_text
+from tests.scripted import Propose, Scripted, by_split, from_text
 from tests.server.scripted import crossings, splits
 
 SHIPPED = Path(stepfloor.__file__).parent / "shipped"
@@ -155,10 +156,21 @@ def test_twenty_prompts(checkpoint: Checkpoint, tokenizer: Tokenizer, prompts: i
     assert all(len(text) == tokens for text in plain.values())
     for k in (1, 2, 3):
         assert texts(make(checkpoint, tokenizer, k, prompts)) == plain
+    # All prompts in one batch: a pass costs far more than a row of it. One sequence alone is what the tests above run.
     for right in (0.0, 0.5, 1.0):
-        engine = make(checkpoint, tokenizer, K)
-        for request in wanted:
-            whole = [*request.token_ids, *plain[request.request_id]]
-            propose = from_text(whole, K, right, 0, engine.vocab_size, 2)
-            engine.step = Scripted(engine.step.model, engine.step.sampler, engine.config, propose)
-            assert ids(run(engine, request)) == plain[request.request_id]
+        engine = make(checkpoint, tokenizer, K, prompts)
+        # slots are given in the order of joining, and there is one for every request
+        scripts = [
+            from_text([*r.token_ids, *plain[r.request_id]], K, right, i, engine.vocab_size, 2)
+            for i, r in enumerate(wanted)
+        ]
+        propose = partial(propose_by_slot, scripts)
+        engine.step = Scripted(engine.step.model, engine.step.sampler, engine.config, propose)
+        assert texts(engine) == plain
+        # a script of another slot would show here
+        assert right < 1.0 or engine.counters.accepted[K - 1] >= prompts * ((tokens - 1) // (K + 1))
+        assert right > 0.0 or sum(engine.counters.accepted) == 0
+
+
+def propose_by_slot(scripts: list[Propose], slot: int, length: int) -> list[int]:
+    return scripts[slot](slot, length)
