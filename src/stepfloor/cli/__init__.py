@@ -11,6 +11,8 @@ from stepfloor.errors import UserError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
+INTERRUPTED = 130  # what typer exits with after Ctrl-C: 128 and the signal
+
 
 @app.callback()
 def stepfloor() -> None:
@@ -33,6 +35,10 @@ def main() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app()
+    except SystemExit as end:
+        if end.code == INTERRUPTED:
+            print("stepfloor: interrupted; what was written until now is kept", file=sys.stderr)
+        raise
     except UserError as error:
         print(f"stepfloor: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from stepfloor.cli.environment import open_model, package_file, variables
-from stepfloor.cli.options import AsJson, KvCacheDtype, NgramTable, new_file, writable
+from stepfloor.cli.options import AsJson, KvCacheDtype, NgramTable, bounded, filled, new_file, writable
 from stepfloor.errors import UserError
 
 app = typer.Typer(no_args_is_help=True, help="Measure, with the floor beside every figure.")
@@ -27,7 +27,7 @@ Served = Annotated[str | None, typer.Option("--model", help="Of those that the s
 TokenizerFile = Annotated[str | None, typer.Option(help="tokenizer.json for exact lengths; the server's without it.")]
 VocabSize = Annotated[int | None, typer.Option(help="Random ids below this, where there is no tokenizer.")]
 Timeout = Annotated[float, typer.Option(help="Seconds that a request may take.")]
-ApiKey = Annotated[str | None, typer.Option(help="Sent as Authorization: Bearer KEY.")]
+ApiKey = Annotated[str | None, typer.Option(callback=filled, help="Sent as Authorization: Bearer KEY.")]
 Header = Annotated[list[str] | None, typer.Option(help="'name: value' of every request; may be given more than once.")]
 ServerConfig = Annotated[
     str | None, typer.Option(help="JSON, or a file of it: how the server was started. Comparisons want it.")
@@ -46,8 +46,12 @@ def ask_questions(
     items: Annotated[
         int | None, typer.Option(help="So many questions, the same in every run; all, or 64 at most with --throughput.")
     ] = None,
-    concurrency: Annotated[int | None, typer.Option(help="Requests at once; 4, or 1 with --throughput.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer; 256 with --throughput.")] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(callback=bounded(1), help="Requests at once; 4, or 1 with --throughput.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(callback=bounded(1), help="Most tokens of an answer; 256 with --throughput.")
+    ] = None,
     thinking: Annotated[
         bool | None, typer.Option("--thinking/--no-thinking", help="enable_thinking for the chat template.")
     ] = None,
@@ -145,7 +149,8 @@ def page(
 @app.command("step")
 def step(
     model: Annotated[
-        str | None, typer.Argument(help="A checkpoint to load; without one, random weights at full size.")
+        str | None,
+        typer.Argument(callback=filled, help="A checkpoint to load; without one, random weights at full size."),
     ] = None,
     mix: Annotated[str, typer.Option("--format", help="Formats of random weights: a, b, b', c, c' or fp8.")] = "a",
     config: Annotated[Path | None, typer.Option(help="config.json of the random model; without it, full size.")] = None,
@@ -153,10 +158,18 @@ def step(
     spec_tokens: Annotated[str, typer.Option(help="Drafts a step; a list is 0,3.")] = "0,3",
     context: Annotated[str, typer.Option(help="Tokens a sequence holds in the middle of the run; a list.")] = "700",
     acceptance_length: Annotated[
-        int, typer.Option(help="Tokens each sequence is made to take a step; 0 for what the target accepts.")
+        int,
+        typer.Option(
+            callback=bounded(0), help="Tokens each sequence is made to take a step; 0 for what the target accepts."
+        ),
     ] = 3,
     steps: Annotated[int, typer.Option(min=4, help="Timed steps of a cell.")] = 200,
-    prefill: Annotated[int, typer.Option(help="Time the prefill of a prompt of so many tokens too; 0 does not.")] = 0,
+    prefill: Annotated[
+        int,
+        typer.Option(
+            callback=bounded(0, 1 << 20), help="Time the prefill of a prompt of so many tokens too; 0 does not."
+        ),
+    ] = 0,
     kv_cache_dtype: KvCacheDtype = "auto",
     ngram_table: NgramTable = "device",
     device: Annotated[str, typer.Option(help="cuda, cuda:1, or cpu with a small model.")] = "cuda",
@@ -167,17 +180,20 @@ def step(
     ] = False,
     commit: Annotated[str, typer.Option(help="What was checked out, for the record.")] = "",
     output: Annotated[
-        Path | None, typer.Option(callback=writable, help="Write the JSON line here too, as far as it is.")
+        Path | None, typer.Option(callback=new_file, help="Write the JSON line here too, as far as it is.")
     ] = None,
 ) -> None:
     """Time decode steps offline, beside the bytes they must read."""
     from stepfloor.config import ModelConfig
-    from stepfloor.engine import open_device
+    from stepfloor.engine import find_device, open_device
     from stepfloor.tools.bench.linears import run_and_report_linears
     from stepfloor.tools.bench.step import MIXES, Plan, random_checkpoint, run_and_report
 
+    if model is not None and config is not None:
+        raise UserError(f"{model} and --config {config} are two models; pass one of them")
     if mix not in MIXES:
         raise UserError(f"--format must be one of {', '.join(MIXES)}; got {mix!r}")
+    find_device(device)
     if model is None:
         source = package_file("full_config.json") if config is None else config
         checkpoint = random_checkpoint(ModelConfig.read(source), MIXES[mix])

@@ -6,13 +6,16 @@ from typing import Annotated
 import typer
 
 from stepfloor.cli.environment import hub, local
-from stepfloor.cli.options import Revision
+from stepfloor.cli.options import Revision, filled
 
 app = typer.Typer(no_args_is_help=True, help="Make checkpoints.")
 
-Source = Annotated[str, typer.Argument(help="A checkpoint directory, or an id that is in the Hugging Face cache.")]
+Source = Annotated[
+    str, typer.Argument(callback=filled, help="A checkpoint directory, or an id that is in the Hugging Face cache.")
+]
 Result = Annotated[
-    str, typer.Argument(help="owner/name for the Hugging Face cache, or a path that begins with ./ or /.")
+    str,
+    typer.Argument(callback=filled, help="owner/name for the Hugging Face cache, or a path that begins with ./ or /."),
 ]
 Leave = Annotated[str, typer.Option(help="Groups that stay as they are: gdn,qsa,hc,shared,head,experts,input.")]
 StockVllm = Annotated[
@@ -90,7 +93,9 @@ def ple_nvfp4(src: Source, dst: Result, jobs: Jobs = None, revision: Revision = 
 
 @app.command("verify")
 def verify(
-    dst: Annotated[str, typer.Argument(help="A converted checkpoint: a directory, or an id in the cache.")],
+    dst: Annotated[
+        str, typer.Argument(callback=filled, help="A converted checkpoint: a directory, or an id in the cache.")
+    ],
     source: Annotated[
         str | None, typer.Option(help="What it was made from; without it, looked for in the Hugging Face cache.")
     ] = None,

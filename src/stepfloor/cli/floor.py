@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from stepfloor.cli.environment import open_headers
-from stepfloor.cli.options import AnyModel, AsJson, Download, Revision, writable
+from stepfloor.cli.options import MOST_SEQUENCES, AnyModel, AsJson, Download, Revision, bounded, filled, writable
 
 
 def inspect(
@@ -23,16 +23,20 @@ def inspect(
 
 def floor(
     model: Annotated[
-        str | None, typer.Argument(help="As for inspect; without one, the NVFP4 release's layout.")
+        str | None, typer.Argument(callback=filled, help="As for inspect; without one, the NVFP4 release's layout.")
     ] = None,
     device: Annotated[str, typer.Option(help="GB10, 5090, pro-6000, H200, ...; list shows the table.")] = "GB10",
     bandwidth: Annotated[float | None, typer.Option(help="Measured GB/s; wins over the table.")] = None,
-    tensor_parallel_size: Annotated[int, typer.Option(help="Devices that share each layer.")] = 1,
+    tensor_parallel_size: Annotated[
+        int, typer.Option(callback=bounded(high=1024), help="Devices that share each layer.")
+    ] = 1,
     enable_expert_parallel: Annotated[
         bool, typer.Option("--enable-expert-parallel", help="Whole experts on each device.")
     ] = False,
     spec_tokens: Annotated[int | None, typer.Option(help="Drafts a step; 3 where there is a drafter.")] = None,
-    sequences: Annotated[int, typer.Option(help="Sequences that decode together.")] = 1,
+    sequences: Annotated[
+        int, typer.Option(callback=bounded(high=MOST_SEQUENCES), help="Sequences that decode together.")
+    ] = 1,
     context: Annotated[int, typer.Option(help="Tokens each sequence holds.")] = 0,
     acceptance_length: Annotated[float | None, typer.Option(help="Mean tokens a step delivers, if known.")] = None,
     acceptance: Annotated[
@@ -46,16 +50,26 @@ def floor(
     ] = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="auto (bf16) or fp8.")] = "auto",
     link: Annotated[str | None, typer.Option(help="roce, pcie or nvlink, between devices.")] = None,
-    collective_us: Annotated[float | None, typer.Option(help="Measured latency of one small exchange.")] = None,
+    collective_us: Annotated[
+        float | None, typer.Option(callback=bounded(0), help="Measured latency of one small exchange.")
+    ] = None,
     memory: Annotated[bool, typer.Option("--memory", help="Plan the memory as well.")] = False,
-    max_num_seqs: Annotated[int | None, typer.Option(help="For --memory; as many as --sequences.")] = None,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(callback=bounded(1, MOST_SEQUENCES), help="For --memory; as many as --sequences.")
+    ] = None,
     max_model_len: Annotated[int, typer.Option(help="For --memory: tokens of the longest sequence.")] = 32_768,
     max_num_batched_tokens: Annotated[int, typer.Option(help="For --memory: longest prompt chunk.")] = 2048,
     block_size: Annotated[int, typer.Option(help="For --memory: tokens of a page.")] = 64,
     ngram_table: Annotated[str, typer.Option(help="For --memory: device, pinned, mmap or direct.")] = "device",
-    state_copies: Annotated[int, typer.Option(help="For --memory: states kept for prefix reuse.")] = 0,
-    available_gib: Annotated[float | None, typer.Option(help="For --memory: what the device really has free.")] = None,
-    host_gib: Annotated[float, typer.Option(help="For --memory: the host's available memory.")] = 64.0,
+    state_copies: Annotated[
+        int, typer.Option(callback=bounded(0), help="For --memory: states kept for prefix reuse.")
+    ] = 0,
+    available_gib: Annotated[
+        float | None, typer.Option(callback=bounded(0.001), help="For --memory: what the device really has free.")
+    ] = None,
+    host_gib: Annotated[
+        float, typer.Option(callback=bounded(0), help="For --memory: the host's available memory.")
+    ] = 64.0,
     shapes: Annotated[bool, typer.Option("--shapes", help="List the matrix products and the floor of each.")] = False,
     json: AsJson = False,
     plot: Annotated[Path | None, typer.Option(callback=writable, help="Draw the bytes into this SVG file.")] = None,

@@ -13,6 +13,8 @@ import typer
 
 from stepfloor.errors import UserError
 
+MOST_SEQUENCES = 1 << 16  # what is planned for each number of sequences is counted one by one
+
 
 def choice(*values: str) -> Callable[[str, typer.CallbackParam], str]:
     """A check of an option that has a few values."""
@@ -25,16 +27,36 @@ def choice(*values: str) -> Callable[[str, typer.CallbackParam], str]:
     return check
 
 
-def bounded(low: float, high: float = math.inf) -> Callable[[float | None, typer.CallbackParam], Any]:
-    """A check of a number that is optional: finite, and within both bounds. NaN is refused too."""
+def bounded(
+    low: float = -math.inf, high: float = math.inf
+) -> Callable[[float | None, typer.CallbackParam], float | None]:
+    """A check of a number that may be absent: finite, and within both bounds. NaN is refused too."""
+    wanted = f"{low} to {high}" if math.isfinite(low) and math.isfinite(high) else f"at least {low}"
+    if not math.isfinite(low):
+        wanted = f"at most {high}"
 
     def check(value: float | None, param: typer.CallbackParam) -> float | None:
-        if value is not None and not (low <= value <= high and math.isfinite(value)):
-            wanted = f"at least {low:g}" if high == math.inf else f"{low:g} to {high:g}"
+        if value is not None and not (low <= value <= high and abs(value) < math.inf):
             raise UserError(f"{_name(param)} must be {wanted}; got {value}")
         return value
 
     return check
+
+
+def filled(value: Any, param: typer.CallbackParam) -> Any:
+    """Refuse an empty string, or a list with one: a variable of a script that was not set, never a wish."""
+    if value == "" or (isinstance(value, list) and "" in value):
+        raise UserError(f"{_name(param)} is empty; pass a value" + ("" if param.required else ", or leave it out"))
+    return value
+
+
+def readable_text(value: str | None, param: typer.CallbackParam) -> str | None:
+    """Refuse bytes that are no UTF-8, which Python hands over as surrogates."""
+    try:
+        (value or "").encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{_name(param)} wants text in UTF-8; got {value!r}; convert it first") from None
+    return value
 
 
 def writable(path: Path | None, param: typer.CallbackParam) -> Path | None:
@@ -75,12 +97,16 @@ def overrides_of(text: str | None) -> dict[str, Any]:
 
 def _name(param: typer.CallbackParam) -> str:
     """An option as the user writes it."""
-    return param.opts[-1] if param.opts[-1].startswith("-") else param.opts[-1].upper()
+    name = param.opts[-1]
+    return name if name.startswith("-") else str(param.metavar or name.upper()).strip("[]")
 
 
 AnyModel = Annotated[
     str,
-    typer.Argument(help="A directory, a Hugging Face id (only headers are fetched), or qwen3.8-flash-next:FORMAT."),
+    typer.Argument(
+        callback=filled,
+        help="A directory, a Hugging Face id (only headers are fetched), or qwen3.8-flash-next:FORMAT.",
+    ),
 ]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or snapshot of a Hugging Face id.")]
 Download = Annotated[bool, typer.Option("--download", help="Fetch the id even if the cache has another owner's.")]

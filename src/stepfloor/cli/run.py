@@ -8,6 +8,7 @@ import typer
 
 from stepfloor.cli.environment import open_model, server_key, shipped
 from stepfloor.cli.options import (
+    MOST_SEQUENCES,
     Acceptance,
     Device,
     Download,
@@ -16,16 +17,21 @@ from stepfloor.cli.options import (
     NgramTable,
     Revision,
     SpecTokens,
+    bounded,
+    filled,
     overrides_of,
+    readable_text,
 )
 from stepfloor.errors import UserError
 
 
 def generate(
     model: Annotated[
-        str | None, typer.Argument(help="As for inspect; without one, the small model that ships.")
+        str | None, typer.Argument(callback=filled, help="As for inspect; without one, the small model that ships.")
     ] = None,
-    prompt: Annotated[str | None, typer.Option(help="Text to continue; without it, standard input.")] = None,
+    prompt: Annotated[
+        str | None, typer.Option(callback=readable_text, help="Text to continue; without it, standard input.")
+    ] = None,
     token_ids: Annotated[str | None, typer.Option(help="The prompt as ids: 1,2,3.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a user's turn.")] = False,
     thinking: Annotated[bool, typer.Option("--thinking", help="Let a chat turn begin with reasoning.")] = False,
@@ -55,7 +61,11 @@ def generate(
 
         ids = parse_token_ids(token_ids)
     elif prompt is None:
-        prompt = "" if sys.stdin.isatty() else sys.stdin.read()
+        try:
+            prompt = "" if sys.stdin.isatty() else sys.stdin.read()
+            prompt.encode()  # some locales read what is no UTF-8 as surrogates
+        except UnicodeError as error:
+            raise UserError(f"standard input wants text in UTF-8 ({error}); convert it first") from None
         if not prompt:
             raise UserError("wanted a prompt; pass --prompt TEXT, --token-ids 1,2,3 or text on standard input")
     checkpoint = open_model(shipped() if model is None else model, revision, download, overrides_of(hf_overrides))
@@ -86,17 +96,26 @@ def serve(
     context: typer.Context,
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[MODEL]", help="As for inspect; without one, the small model that ships."),
+        typer.Argument(
+            callback=filled, metavar="[MODEL]", help="As for inspect; without one, the small model that ships."
+        ),
     ] = None,
-    model_flag: Annotated[str | None, typer.Option("--model", help="The same as the argument.")] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes one that is free.")] = 8000,
-    uds: Annotated[str | None, typer.Option(help="A Unix socket to listen on, in place of host and port.")] = None,
+    model_flag: Annotated[
+        str | None, typer.Option("--model", callback=filled, help="The same as the argument.")
+    ] = None,
+    host: Annotated[str, typer.Option(callback=filled, help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(callback=bounded(0, 65535), help="Port to listen on; 0 takes one that is free.")
+    ] = 8000,
+    uds: Annotated[
+        str | None, typer.Option(callback=filled, help="A Unix socket to listen on, in place of host and port.")
+    ] = None,
     api_key: Annotated[
-        list[str] | None, typer.Option(help="Key that requests must bring; may be given more than once.")
+        list[str] | None,
+        typer.Option(callback=filled, help="Key that requests must bring; may be given more than once."),
     ] = None,
     served_model_name: Annotated[
-        list[str] | None, typer.Option(help="Name the model answers to; may be given more than once.")
+        list[str] | None, typer.Option(callback=filled, help="Name the model answers to; may be given more than once.")
     ] = None,
     ssl_keyfile: Annotated[str | None, typer.Option(help="Key of the certificate.")] = None,
     ssl_certfile: Annotated[str | None, typer.Option(help="Certificate, which turns TLS on.")] = None,
@@ -108,7 +127,9 @@ def serve(
     max_model_len: Annotated[
         int | None, typer.Option(help="Prompt and output together, in tokens; without it, the model's context.")
     ] = None,
-    max_num_seqs: Annotated[int, typer.Option(help="Sequences that decode together.")] = 16,
+    max_num_seqs: Annotated[
+        int, typer.Option(callback=bounded(high=MOST_SEQUENCES), help="Sequences that decode together.")
+    ] = 16,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Longest prompt chunk; one runs before a step.")] = 512,
     long_prefill_token_threshold: Annotated[int, typer.Option(help="Longest chunk of a longer prompt; 0: none.")] = 0,
     max_num_queued_reqs: Annotated[
@@ -139,10 +160,14 @@ def serve(
     override_generation_config: Annotated[str | None, typer.Option(help="JSON: sampling values to use.")] = None,
     max_logprobs: Annotated[int, typer.Option(min=0, help="Most log-probabilities a token may be asked for.")] = 20,
     request_deadline: Annotated[
-        float | None, typer.Option(help="Seconds a request may take if it brings no deadline_s.")
+        float | None, typer.Option(callback=bounded(0), help="Seconds a request may take if it brings no deadline_s.")
     ] = None,
-    stall_timeout: Annotated[float, typer.Option(help="Seconds without a step after which /health is 503.")] = 60.0,
-    shutdown_timeout: Annotated[int, typer.Option(help="Seconds that running requests get after SIGTERM.")] = 30,
+    stall_timeout: Annotated[
+        float, typer.Option(callback=bounded(0), help="Seconds without a step after which /health is 503.")
+    ] = 60.0,
+    shutdown_timeout: Annotated[
+        int, typer.Option(callback=bounded(0), help="Seconds that running requests get after SIGTERM.")
+    ] = 30,
     profiler_config: Annotated[str | None, typer.Option(help='JSON: {"torch_profiler_dir": DIR}.')] = None,
     enable_force_include_usage: Annotated[
         bool, typer.Option("--enable-force-include-usage", help="Every stream ends with its usage.")
