@@ -156,3 +156,12 @@ def test_a_terminal_that_knows_ascii_alone() -> None:
     done = run("floor", environment)
     assert (done.returncode, done.stderr) == (0, b"")
     assert b"\x1b" not in done.stdout
+
+
+def test_a_template_that_is_no_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    template = tmp_path / "template"
+    template.write_bytes(b"\xff\xfe")
+    said = failed(monkeypatch, capsys, "serve", "--port", "0", "--chat-template", str(template))
+    assert "--chat-template wants a Jinja template in UTF-8" in said
