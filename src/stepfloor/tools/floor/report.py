@@ -156,11 +156,9 @@ def _shares(text: str) -> tuple[float, ...]:
     try:
         shares = tuple(float(part) for part in text.split(","))
     except ValueError:
-        shares = ()
-    if not shares or any(not 0 <= share <= 1 for share in shares):
-        raise UserError(
-            f"--acceptance wants shares between 0 and 1 with commas between, like 0.8,0.6,0.4; got {text!r}"
-        )
+        raise UserError(f"--acceptance wants shares with commas between, like 0.8,0.6,0.4; got {text!r}") from None
+    if any(not 0 <= share <= 1 for share in shares):
+        raise UserError(f"stepfloor floor: shares lie between 0 and 1; got {text}")
     return shares
 
 
