@@ -88,6 +88,13 @@ class Counters:
 
 def open_device(device: str) -> None:
     """Make a device ready for its first allocation. Raises UserError for one that PyTorch cannot reach here."""
+    find_device(device)
+    if device != "cpu":
+        open_memory(device)
+
+
+def find_device(device: str) -> None:
+    """Raise UserError for a device that PyTorch cannot reach here; nothing is started on it."""
     if device == "cpu":
         return
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -99,7 +106,6 @@ def open_device(device: str) -> None:
             f"--device {device}: PyTorch {torch.__version__} finds {found} CUDA devices; run this on such a GPU with a "
             "CUDA build of PyTorch, or pass --device cpu"
         )
-    open_memory(device)
 
 
 def check_memory(checkpoint: Checkpoint, config: EngineConfig) -> MemoryPlan:

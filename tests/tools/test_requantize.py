@@ -643,7 +643,7 @@ def greedy(checkpoint: Checkpoint, count: int, tokens: int) -> tuple[list[list[i
 
 
 def shipped() -> Path:
-    return Path(cli.__file__).parent / "shipped"
+    return Path(cli.__file__).parents[1] / "shipped"
 
 
 def same_next(checkpoint: Checkpoint, texts: list[list[int]], step: int) -> float:

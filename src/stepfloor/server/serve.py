@@ -115,9 +115,10 @@ def _bind(listen: ListenOptions) -> socket.socket:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
         return bound
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error  # an address too long for a socket has none
         where = listen.uds or f"{listen.host}:{listen.port}"
-        raise UserError(f"{where} cannot be listened on ({error.strerror}); stop what uses it or pass --port") from None
+        raise UserError(f"{where} cannot be listened on ({reason}); stop what uses it or pass --port") from None
 
 
 async def _serve(options: ServeOptions, tokenizer: Tokenizer, listening: socket.socket) -> None:

@@ -101,7 +101,10 @@ def _read_template(directory: Path, override: Path | None) -> str | None:
     if override is not None:
         if not override.is_file():
             raise UserError(f"--chat-template names a file; {override} is none")
-        return override.read_text(encoding="utf-8")
+        try:
+            return override.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"--chat-template wants a Jinja template in UTF-8; {override}: {error}") from None
     path = directory / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")

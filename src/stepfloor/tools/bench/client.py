@@ -11,7 +11,7 @@ import ssl
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import h11
 from typing_extensions import override
@@ -118,19 +118,37 @@ class Connection(asyncio.Protocol):
         exchange.done.set_result(None)
 
 
+def _address(url: str) -> tuple[SplitResult, str, int | None]:
+    """A server's URL in its parts, its host, and its port if it names one. Raises UserError."""
+    try:
+        split = urlsplit(url if "://" in url else f"http://{url}")
+        if split.scheme in ("http", "https") and split.hostname and split.netloc.isascii():
+            return split, split.hostname, split.port
+    except ValueError:  # a port that is no number or too large, half an IPv6 address
+        pass
+    raise UserError(f"a server's URL looks like http://127.0.0.1:8000; got {url!r}")
+
+
 class Client:
     """Requests to one server. url may end with /v1 or not, and may hold a path that a proxy strips."""
 
     def __init__(self, url: str, headers: Mapping[str, str] | None = None, timeout_s: float = 600.0) -> None:
-        split = urlsplit(url if "://" in url else f"http://{url}")
-        if split.scheme not in ("http", "https") or not split.hostname:
-            raise UserError(f"a server's URL looks like http://127.0.0.1:8000; got {url!r}")
-        self.host = split.hostname
-        self.port = split.port or (443 if split.scheme == "https" else 80)
+        split, host, port = _address(url)
+        self.host = host
+        self.port = port or (443 if split.scheme == "https" else 80)
         self.base = split.path.rstrip("/").removesuffix("/v1")
         self.url = f"{split.scheme}://{split.netloc}{self.base}"
         self.timeout_s = timeout_s
         self._headers = [("host", split.netloc), ("accept", "*/*"), *(headers or {}).items()]
+        try:
+            h11.Request(method="GET", target=self.base or "/", headers=self._headers)
+        except (UnicodeEncodeError, h11.LocalProtocolError):
+            # not the values: one of them may be a key
+            names = ", ".join(headers or {}) or "none"
+            raise UserError(
+                f"a URL's path and headers want printable ASCII without line breaks; got headers {names!a} "
+                f"and path {self.base!a}; look at the URL, --header and --api-key"
+            ) from None
         self._tls = ssl.create_default_context() if split.scheme == "https" else None
         self._idle: list[Connection] = []
 

@@ -359,6 +359,7 @@ def run_and_report_linears(config: ModelConfig, device: str, commit: str, output
             print(result.line(), flush=True)
         printed = len(results)
         if output is not None:
+            output.parent.mkdir(parents=True, exist_ok=True)
             output.write_text(line(results, failed) + "\n")
 
     print(HEADER, flush=True)

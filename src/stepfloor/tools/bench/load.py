@@ -3,6 +3,7 @@
 import difflib
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -177,8 +178,10 @@ class Load:
             "burstiness",
         ):
             value = getattr(self, name)
-            if value is not None and value <= 0:
+            if value is not None and not value > 0:  # NaN fails too
                 raise UserError(f"--{name.removesuffix('_s').replace('_', '-')} must be more than 0; got {value}")
+        if self.duration_s == math.inf or self.burstiness == math.inf:
+            raise UserError("--duration and --burstiness must be finite; got inf")
         if not 0 <= self.prefix_share <= 1:
             raise UserError(f"--prefix-share is a share from 0 to 1; got {self.prefix_share}")
         if self.seed < 0:

@@ -7,6 +7,7 @@ written after every cell; a cell that is in it is not measured again.
 
 import asyncio
 import hashlib
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -91,7 +92,7 @@ class Grid:
             raise UserError("a cell has prompts of one length; pass --dataset-name random, unique or code")
         if self.measure == "decode" and (self.load.plain or not self.load.ignore_eos):
             raise UserError("a decode cell wants answers that do not end; leave --plain and --no-ignore-eos out")
-        if self.seconds <= 0:
+        if not 0 < self.seconds < math.inf:
             raise UserError(f"--seconds must be more than 0; got {self.seconds}")
 
     def cells(self) -> list[tuple[int, int]]:
@@ -256,7 +257,7 @@ def knee(points: Sequence[tuple[int, float]]) -> tuple[int | None, str]:
 
 def _resume(path: Path, grid: Grid, again: bool) -> dict[tuple[int, int], Result]:
     results: dict[tuple[int, int], Result] = {}
-    for result in read_results(path):
+    for result in read_results(path) if path.stat().st_size else ():
         if result.kind != "matrix cell":
             raise UserError(f"{path} holds a result of kind {result.kind!r}; pass another --output")
         concurrency, context = int(result.load["concurrency"]), int(result.load["context"])

@@ -253,6 +253,8 @@ def read_results(path: Path) -> tuple[Result, ...]:
             raws = [json.loads(line) for line in text.splitlines() if line.strip()]
     except json.JSONDecodeError as error:
         raise UserError(f"{path} is not JSON ({error}); pass a file that `stepfloor bench` wrote") from None
+    if not raws:
+        raise UserError(f"{path} holds no result; pass a file that `stepfloor bench` wrote")
     return tuple(_decode(raw, str(path)) for raw in raws)
 
 

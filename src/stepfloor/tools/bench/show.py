@@ -136,6 +136,7 @@ def show_matrix(results: Sequence[Result], console: Console | None = None) -> No
 def write_csv(results: Sequence[Result], path: Path) -> None:
     """A row for each statistic of each metric. Raises UserError if it cannot be written."""
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w", newline="", encoding="utf-8") as out:
             rows = csv.writer(out)
             rows.writerow((*CSV_HEAD, *CSV_METRIC))

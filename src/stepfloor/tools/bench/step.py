@@ -420,6 +420,7 @@ def run_and_report(checkpoint: Checkpoint, plan: Plan, drawn: bool, commit: str,
 def _replace(path: Path, text: str) -> None:
     """Put a text in a file's place, whole or not at all."""
     beside = path.with_name(path.name + ".part")
+    path.parent.mkdir(parents=True, exist_ok=True)
     beside.write_text(text)
     beside.replace(path)
 

@@ -3,6 +3,7 @@
 Runs anywhere: headers and arithmetic, no torch. All figures come from `roofline`; here they are asked for.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,25 +116,24 @@ def ask(
     drafts = spec_tokens if spec_tokens is not None else (3 if config.has_drafter else 0)
     if not 0 <= drafts <= 7 or (drafts and not config.has_drafter):
         raise UserError(f"--spec-tokens must be 0 to 7, and 0 where the checkpoint has no drafter; got {drafts}")
-    if min(sequences, tensor_parallel_size) < 1 or context < 0 or (bandwidth is not None and bandwidth <= 0):
+    if (
+        min(sequences, tensor_parallel_size) < 1
+        or context < 0
+        or (bandwidth is not None and not 0 < bandwidth < math.inf)
+    ):
         raise UserError("--sequences, --tensor-parallel-size and --bandwidth must be positive, --context not negative")
     if link is not None and link not in LINKS:
         raise UserError(f"--link must be one of {', '.join(LINKS)}; got {link!r}")
     if kv_cache_dtype not in ("auto", "bf16", "fp8"):
         raise UserError(f"--kv-cache-dtype must be auto, bf16 or fp8; got {kv_cache_dtype!r}")
     shares: tuple[float, ...] | None = None
+    if acceptance is not None:
+        shares = _shares(acceptance)
     try:
-        if acceptance is not None:
-            shares = tuple(float(part) for part in acceptance.split(","))
-            if any(not 0 <= share <= 1 for share in shares):
-                raise ValueError(f"shares lie between 0 and 1; got {acceptance}")
-        elif acceptance_length is not None:
+        if acceptance is None and acceptance_length is not None:
             shares = acceptance_of_length(acceptance_length, drafts)
         change = parse_change(what_if, config.vocab_size)
-        routing = UNIFORM
-        if distinct_experts is not None:
-            tokens, _, experts = distinct_experts.partition("=")
-            routing = measured_routing(int(tokens), float(experts), config.num_experts, config.num_experts_per_tok)
+        routing = UNIFORM if distinct_experts is None else _routing(distinct_experts, config)
     except ValueError as error:
         raise UserError(f"stepfloor floor: {error}") from None
     return Question(
@@ -150,6 +150,25 @@ def ask(
         link=LINKS[link or hardware.link],
         collective_us=collective_us,
     )
+
+
+def _shares(text: str) -> tuple[float, ...]:
+    try:
+        shares = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise UserError(f"--acceptance wants shares with commas between, like 0.8,0.6,0.4; got {text!r}") from None
+    if any(not 0 <= share <= 1 for share in shares):
+        raise UserError(f"stepfloor floor: shares lie between 0 and 1; got {text}")
+    return shares
+
+
+def _routing(text: str, config: ModelConfig) -> Routing:
+    tokens, _, experts = text.partition("=")
+    try:
+        measured = int(tokens), float(experts)
+    except ValueError:
+        raise UserError(f"--distinct-experts wants TOKENS=EXPERTS, like 4=32.5; got {text!r}") from None
+    return measured_routing(*measured, config.num_experts, config.num_experts_per_tok)
 
 
 def answer(checkpoint: Checkpoint, question: Question) -> dict[str, Any]:

@@ -213,4 +213,5 @@ def plot_report(report: dict[str, Any], path: Path) -> None:
         for label, case in cases
     ]
     title = f"{report['model']} on {report['device']}: bytes of a decode step, {report['spec_tokens']} drafts"
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(svg_bars(title, bars, "GB"), encoding="utf-8")
