@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.delta_net import streamed
-from benchmarks.delta_net_checks import SIZES, copied, model_inputs, own_copies, rule_bound
+from benchmarks.delta_net_checks import SIZES, copied, model_inputs, own_copies, packed_step, rule_bound
 from benchmarks.harness import (
     BANDWIDTH,
     CACHE_DIR,
@@ -40,7 +40,6 @@ from stepfloor.kernels.gdn_decode import (
     gdn_decode_inputs,
     gdn_decode_reference,
     launch_for,
-    pack_arguments,
     pack_split_arguments,
     split_launches_for,
 )
@@ -97,11 +96,12 @@ def queue_of(form: Form, inputs: dict[str, Any], kept: int, out: Tensor, cache_d
     if split is None:
         plan = choose_plan(base_plan(rows, kept), sequences, form.settled)
         launch = launch_for(plan, sequences, out.device, cache_dir)
-        packed = pack_arguments(*inputs.values(), out, inputs["raw_rows"], inputs["gate_rows"])
+        packed = packed_step(inputs, out)
         return lambda: launch(packed)
     scratch = torch.full((sum(split.scratch(sequences)),), torch.nan, device=out.device)
     launches = split_launches_for(split, sequences, out.device, cache_dir)[: 1 if form.first_only else 2]
-    arguments = pack_split_arguments(split, *inputs.values(), out, scratch)
+    given: tuple[Any, ...] = (*inputs.values(), out, scratch)
+    arguments = pack_split_arguments(split, *given)
 
     def queue(_alive: Tensor = scratch) -> None:
         for launch in launches:

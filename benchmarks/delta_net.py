@@ -35,6 +35,7 @@ from benchmarks.delta_net_checks import (
     copied,
     name_of,
     own_copies,
+    packed_step,
 )
 from benchmarks.delta_net_prefill import time_prefill
 from benchmarks.harness import (
@@ -62,7 +63,6 @@ from stepfloor.kernels.gdn_decode import (
     gdn_decode_reference,
     gdn_decode_triton,
     launch_for,
-    pack_arguments,
 )
 from stepfloor.kernels.linear import StreamedWeight, linear_repack, stream_product
 from stepfloor.roofline import bytes as roofline_bytes
@@ -155,7 +155,6 @@ def kernels() -> list[Kernel]:
 
 def check_all(cache_dir: Path) -> list[str]:
     """The families that pass. Bits must also agree between families with equally many columns a warp."""
-
     passed: list[str] = []
     bits: dict[str, str] = {}
     jobs = {family: ["--check", family, "--cache-dir", str(cache_dir)] for family in FAMILIES}
@@ -194,7 +193,7 @@ def time_shape(
             state[1:].mul_(1.0)
 
     graphs = {"state alone, by torch": load_and_capture(copy)}
-    packed = [pack_arguments(*layer.values(), out, layer["raw_rows"], layer["gate_rows"]) for layer in per_layer]
+    packed = [packed_step(layer, out) for layer in per_layer]
     for plan in usable(passed):
         launch = launch_for(replace(plan, rows=rows, kept=rows), sequences, device, options.cache_dir)
 
@@ -270,7 +269,7 @@ def time_chain(
                 layer = per_layer[i]
                 plan = replace(candidate, rows=rows, kept=rows)
                 launch = launch_for(plan, sequences, device, options.cache_dir)
-                launch(pack_arguments(*layer.values(), mixed, layer["raw_rows"], layer["gate_rows"]))
+                launch(packed_step(layer, mixed))
                 stream_product(mixed, back[i], x)
 
         graphs: dict[str, torch.cuda.CUDAGraph] = {}

@@ -92,13 +92,18 @@ def model_inputs(sequences: int, rows: int, kept: int, device: torch.device, see
     return tensors
 
 
+def packed_step(inputs: dict[str, Any], out: Tensor) -> bytes:
+    """What a launch is given: rows that are kept go back to where pending ones were read."""
+    arguments: tuple[Any, ...] = (*inputs.values(), out, inputs["raw_rows"], inputs["gate_rows"])
+    return pack_arguments(*arguments)
+
+
 def run_plan(plan: DeltaPlan, inputs: dict[str, Any], cache_dir: Path, guard: bool = True) -> Tensor:
     """One step, in place; NaN where the kernel does not write, and behind the output, which is looked at if guarded."""
     sequences = inputs["projected"].shape[0]
     held = inputs["projected"].new_full((sequences * plan.rows + 2, plan.heads * plan.value_dim), torch.nan)
-    kept = [inputs["raw_rows"], inputs["gate_rows"]]
     launch = launch_for(plan, sequences, held.device, cache_dir, plan.early < 2)  # else it is not settled
-    launch(pack_arguments(*inputs.values(), held, *kept))
+    launch(packed_step(inputs, held))
     if guard and not bool(held[-2:].isnan().all()):
         raise RuntimeError(f"{name_of(plan)} writes past its output")
     return held[:-2].view(sequences, plan.rows, -1)
@@ -229,7 +234,7 @@ def check_repeats(plan: DeltaPlan, cache_dir: Path, device: torch.device) -> lis
     wrong = torch.zeros(4, dtype=torch.int64, device=device)
     # settled: filling `held` is a plain kernel between the restoring copies and this one
     launch = launch_for(plan, 16, device, cache_dir)
-    packed = pack_arguments(*work.values(), held, work["raw_rows"], work["gate_rows"])
+    packed = packed_step(work, held)
     launch(packed)
     torch.cuda.synchronize()
 

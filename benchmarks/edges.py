@@ -84,7 +84,7 @@ def main() -> int:
     for name in passed:
         try:
             table[name] = time_part(name, options)
-        except (RuntimeError, torch.cuda.OutOfMemoryError) as error:
+        except RuntimeError as error:
             broken.append(name)
             say(f"{name:28} NOT TIMED: {error}")
         torch.cuda.empty_cache()
@@ -238,10 +238,10 @@ def rows_job(rows: int) -> Job:
 
 def table_shards(name: str, count: int, pinned: bool) -> list[PackedWeight]:
     """Shards of the real height; no code is a NaN."""
-    make = torch.Generator(str(gpu())).manual_seed(0)
+    make = torch.Generator(gpu()).manual_seed(0)
 
     def codes(width: int) -> Tensor:
-        data = torch.randint(0, 0x78, (SHARD_ROWS, width), generator=make, device=str(gpu()), dtype=torch.uint8)
+        data = torch.randint(0, 0x78, (SHARD_ROWS, width), generator=make, device=gpu(), dtype=torch.uint8)
         return data.cpu().pin_memory() if pinned else data
 
     def shard() -> PackedWeight:
@@ -251,7 +251,7 @@ def table_shards(name: str, count: int, pinned: bool) -> list[PackedWeight]:
         if name == "nvfp4":
             scale = codes(WIDTH // 16).view(torch.float8_e4m3fn)
             return PackedWeight(name, shape, codes(WIDTH // 2), scale, torch.tensor(1e-3))
-        data = torch.empty(shape, dtype=BF16, device=str(gpu())).normal_(generator=make)
+        data = torch.empty(shape, dtype=BF16, device=gpu()).normal_(generator=make)
         return PackedWeight("bf16", shape, data.cpu().pin_memory() if pinned else data)
 
     return [shard() for _ in range(count)]
@@ -265,13 +265,13 @@ def gather_maker(name: str, pinned: bool) -> Maker:
             shards = table_shards(name, 2, pinned)
             held.append((shards, ngram_gather.ngram_gather_table(shards, str(gpu()))))
         shards, table = held[0]
-        ids = torch.randint(0, table.rows, (20, rows, HEADS), device=str(gpu()))
+        ids = torch.randint(0, table.rows, (20, rows, HEADS), device=gpu())
 
         def wrong() -> list[str]:
             """Few rows are compared: their reference indexes whole shards."""
             some = ids[0, : min(rows, 64)]
             owner, local = some // SHARD_ROWS, some % SHARD_ROWS
-            wanted = torch.empty((*some.shape, WIDTH), dtype=BF16, device=str(gpu()))
+            wanted = torch.empty((*some.shape, WIDTH), dtype=BF16, device=gpu())
             for index, shard in enumerate(shards):
                 mine = owner == index
                 at = local[mine].to(shard.data.device)
@@ -280,7 +280,7 @@ def gather_maker(name: str, pinned: bool) -> Maker:
                     scale = scale.view(torch.uint8)[at].view(torch.float8_e4m3fn)
                 data = shard.data.view(torch.uint8)[at].view(shard.data.dtype)
                 part = replace(shard, shape=(at.shape[0], WIDTH), data=data, scale=scale)
-                wanted[mine] = part.to(str(gpu())).dequantize().to(BF16)
+                wanted[mine] = part.to(gpu()).dequantize().to(BF16)
             ours = ngram_gather.ngram_gather(ids[0], table, BF16)
             found = differences(ours[: some.shape[0]], wanted.flatten(1), True)
             if not same(ngram_gather.ngram_gather(ids[0, -1:], table, BF16), ours[-1:]):
@@ -396,11 +396,11 @@ def product_maker(shape: str, name: str) -> Maker:
 
     def job(rows: int) -> Job:
         if not held:
-            first = quantize(torch.randn(n, k, device=str(gpu())) / k**0.5, name)
+            first = quantize(torch.randn(n, k, device=gpu()) / k**0.5, name)
             copies = min(20, math.ceil(2e8 / first.num_bytes))  # three times the L2
             held.append([replace(first, data=first.data.clone()) for _ in range(copies)])
         weights = held[0]
-        x = torch.randn(rows, k, device=str(gpu())).to(BF16)
+        x = torch.randn(rows, k, device=gpu()).to(BF16)
 
         def wrong() -> list[str]:
             ours = packed_product(x, (weights[0],))

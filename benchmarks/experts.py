@@ -16,6 +16,7 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -109,7 +110,7 @@ def main() -> int:
     reads = read_bandwidth(device)
     say(f"read bandwidth of this run {reads / 1e12:.2f} TB/s; fractions below are of {options.bandwidth / 1e12:.2f}")
     torch.cuda.empty_cache()
-    grouped, failed_parts = ([], set[str]()) if options.decode_only else run_parts(options)
+    grouped, failed_parts = run_parts(() if options.decode_only else PARTS, options)
     table: list[dict[str, object]] = []
     best: dict[str, dict[str, object]] = {}
     for experts in () if options.quick else (128, EXPERTS):
@@ -138,11 +139,11 @@ def start_part(part: str, options: argparse.Namespace, rounds: int) -> subproces
     return start("benchmarks.experts", *arguments, "--bandwidth", str(options.bandwidth))
 
 
-def run_parts(options: argparse.Namespace) -> tuple[list[dict[str, object]], set[str]]:
+def run_parts(parts: Sequence[str], options: argparse.Namespace) -> tuple[list[dict[str, object]], set[str]]:
     """The parts of grouped_experts, one after the other: their rows, and the parts in which something failed."""
     table: list[dict[str, object]] = []
     failed: set[str] = set()
-    for part in PARTS:
+    for part in parts:
         process = start_part(part, options, options.rounds)
         lines = output_of(process, PART_LIMIT_S).strip().splitlines() or ["no output"]
         if process.returncode:
@@ -215,15 +216,13 @@ def time_case(
     shared_rows = torch.randn(rows, WIDTH, device=device).to(torch.bfloat16)
     gate = torch.rand(rows, 1, device=device).to(torch.bfloat16)
     count = multiprocessors(device)
-    small = rows <= 16
     firsts = {
         name: plan
         for name, plan in gate_up_plans(rows).items()
         if ("gather" if "gather" in name else "gate_up") in passed
     }
-    seconds = down_plans(rows, count)
-    if ("down" if small else "spill") not in passed:
-        seconds = {}
+    right = ("down" if rows <= 16 else "spill") in passed
+    seconds = {name: plan for name, plan in down_plans(rows, count).items() if right}
     default = plan_down(weights.down[0], WIDTH, TOPK, rows, count)
     at_once = cluster_launch(default, device, cache).clusters_at_once
     say(f"moe_down wants {default.clusters} clusters of {default.cluster} blocks; the device runs {at_once} at once")

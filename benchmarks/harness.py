@@ -153,13 +153,13 @@ def output_of(process: subprocess.Popen[str], limit_s: float) -> str:
 
 def follow(process: subprocess.Popen[str]) -> str:
     """Say what a process prints line by line, but for the last line, which is returned when it has ended."""
-    last = ""
+    last: str | None = None
     with process:
         for line in process.stdout or ():
-            if last:
+            if last is not None:
                 say(last)
             last = line.rstrip()
-    return last
+    return last or ""
 
 
 def run_apart(

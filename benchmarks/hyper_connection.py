@@ -91,6 +91,7 @@ TARGETS = {
     ("mix", 4): 4.2,
     ("mix", 64): 10.0,
 }
+FourTensors = tuple[Tensor, Tensor, Tensor, Tensor]
 FORMATS = {"bf16": "bf16", "fp8": "fp8_channel", "mxfp8": "mxfp8"}
 FAMILIES = [f"{kind} {name}" for kind in ("down", "mix") for name in FORMATS]
 
@@ -183,11 +184,12 @@ def check_down(format_name: str, cache_dir: Path, device: torch.device) -> list[
         torch.cuda.synchronize()
         wanted = hc_down_reference(**inputs)
 
-        def call(first: int, rows: int, weights: StreamedDown = down, given: dict[str, Any] = inputs) -> list[Tensor]:
-            outputs = [nan((rows + 2, width), device) for width in (WIDTH, WIDTH, RANK, STREAMS)]
-            read = (given["residual"], given["y"], given["y_weights"])
-            part = tuple(None if t is None else t[first : first + rows] for t in read)
-            queue_down(weights, given["norm_scale"], part, tuple(t[:rows] for t in outputs), EPS)
+        def call(first: int, rows: int, weights: StreamedDown = down, given: dict[str, Any] = inputs) -> FourTensors:
+            residual, normed, low, weights_out = outputs = down_outputs(rows + 2, device)
+            some = slice(first, first + rows)
+            y, y_weights = (None if t is None else t[some] for t in (given["y"], given["y_weights"]))
+            written = (residual[:rows], normed[:rows], low[:rows], weights_out[:rows])
+            queue_down(weights, given["norm_scale"], (given["residual"][some], y, y_weights), written, EPS)
             return outputs
 
         alone = {row: call(row, 1) for row in ALONE}
@@ -249,12 +251,18 @@ def nan(shape: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.full(shape, math.nan, dtype=torch.bfloat16, device=device)
 
 
+def down_outputs(rows: int, device: torch.device) -> FourTensors:
+    """Residual, n, low and write weights of a call, all NaN."""
+    residual, normed, low, weights = (nan((rows, width), device) for width in (WIDTH, WIDTH, RANK, STREAMS))
+    return residual, normed, low, weights
+
+
 def down_chain(
     down: StreamedDown, inputs: dict[str, Any], rows: int, device: torch.device, early: bool
 ) -> tuple[Callable[[], None], list[Tensor]]:
     """Twelve calls, each reading three results of the one before."""
-    start = tuple(inputs[key][:rows] for key in ("residual", "y", "y_weights"))
-    outputs = [tuple(nan((rows, width), device) for width in (WIDTH, WIDTH, RANK, STREAMS)) for _ in range(12)]
+    start = (inputs["residual"][:rows], inputs["y"][:rows], inputs["y_weights"][:rows])
+    outputs = [down_outputs(rows, device) for _ in range(12)]
 
     def run() -> None:
         given = start

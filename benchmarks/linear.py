@@ -348,10 +348,8 @@ def time_chain(
     names = [("qsa_in" if i % 4 == 3 and name == "gdn_in" else name) for i in range(48) for name in layer]
     used = {name: plans(*SHAPES[name], device, format_name, options.quick) for name in dict.fromkeys(names)}
     chosen: dict[str, dict[str, StreamPlan]] = {"default": {name: found["default"] for name, found in used.items()}}
-    chosen["best"] = {}
-    for name, found in used.items():
-        label = best.get(f"{name} {format_name} up to 16 rows", "=").split(" (")[0]
-        chosen["best"][name] = found.get(label, found["default"])
+    labels = {name: best.get(f"{name} {format_name} up to 16 rows", "=").split(" (")[0] for name in used}
+    chosen["best"] = {name: found.get(labels[name], found["default"]) for name, found in used.items()}
     sizes = {name: max(p.tape_bytes for p in found.values()) for name, found in used.items()}
     store = torch.empty(sum(sizes[name] for name in names), dtype=torch.uint8, device=device)
     parts = store.split([sizes[name] for name in names])

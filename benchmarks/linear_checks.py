@@ -136,7 +136,8 @@ def check_plan(
     held = torch.empty((96, k + 8), dtype=torch.bfloat16, device=device)  # rows and columns past the input
     out = torch.empty((96, n + 3), dtype=torch.bfloat16, device=device)
     reference: Tensor | None = None
-    worst, errors = 0.0, []
+    worst = 0.0
+    errors: list[str] = []
     for variant in variants:
         for rows in CHECKED_ROWS:
             if -(-rows // variant.max_rows) > 2 and n > 20000:

@@ -161,7 +161,7 @@ def check_prepare(b: int, r: int, context: int, device: torch.device) -> str:
             raise TypeError(f"qsa_prepare_inputs gave {type(cache)}")
         runs.append((*outputs, cache.keys, cache.values, cache.block_keys, cache.raw_keys))
     names = ("q", "gate", "index_q", "keys", "values", "block keys", "raw keys")
-    return "".join(differs(n, *pair, 0.01) for n, *pair in zip(names, *runs, strict=True))
+    return "".join(differs(n, a, b, 0.01) for n, a, b in zip(names, *runs, strict=True))
 
 
 def check_select(b: int, r: int, context: int, device: torch.device) -> str:
@@ -286,9 +286,8 @@ def time_decode(
         "attend": lambda cache: layers.attend(q, gate, selected, cache),
         "all": layers.all,
     }
-    times = medians_us(
-        {name: chain(run, layers.caches) for name, run in runs.items()}, len(layers.caches), options.rounds
-    )
+    graphs = {name: chain(run, layers.caches) for name, run in runs.items()}
+    times = medians_us(graphs, len(layers.caches), options.rounds)
     floors = floors_us(b, r, context, options.bandwidth)
     short = table < LONGEST
     megabytes, floor = floors["all"][0] / 1e6, floors["all"][1]
@@ -311,7 +310,12 @@ def chain(run: Callable[[SparseCache], object], caches: list[SparseCache]) -> to
     """A graph of one call for each cache, in a row."""
     run(caches[0])  # compiles
     torch.cuda.synchronize()
-    return capture(lambda: [run(cache) for cache in caches])
+
+    def every() -> None:  # a result is freed when the next call is queued: all together they would fill the L2
+        for cache in caches:
+            run(cache)
+
+    return capture(every)
 
 
 # ---------------------------------------------------------------------- chunks and pieces
