@@ -183,9 +183,6 @@ def kernels(options: argparse.Namespace, device: torch.device) -> list[Kernel]:
     return [Kernel(str(plan), sources[type(plan)], plan.macros) for plan in wanted]
 
 
-# ---------------------------------------------------------------------- times
-
-
 def chosen_experts(rows: int, distinct: int, experts: int, layer: int) -> Tensor:
     """ids [rows, TOPK] in which about so many different experts appear, some of them for many rows.
 

@@ -208,9 +208,6 @@ def kernels(shapes: dict[str, tuple[int, int]], options: argparse.Namespace, dev
     return found
 
 
-# ---------------------------------------------------------------------- times
-
-
 def time_library(n: int, k: int, options: argparse.Namespace, device: torch.device) -> dict[int, float]:
     """us of cuBLAS on the bf16 matrix for each row count."""
     calls = rotations(2 * n * k)
