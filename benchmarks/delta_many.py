@@ -9,11 +9,7 @@ of calls. What differs from the fused kernel gets no times, and the exit status 
 """
 
 import argparse
-import faulthandler
-import json
 import sys
-import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +18,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.delta_net import SIZES, capture, copied, describe, medians_us, model_inputs, own_copies, rule_bound, say
-from stepfloor.formats.codec import PackedWeight
-from stepfloor.kernels._delta_fused import DeltaPlan, choose_plan, launch_for, pack_arguments
+from benchmarks.delta_net import streamed
+from benchmarks.delta_net_checks import SIZES, copied, model_inputs, own_copies, packed_step, rule_bound
+from benchmarks.harness import (
+    BANDWIDTH,
+    CACHE_DIR,
+    capture,
+    describe,
+    give_up_after,
+    gpu,
+    load_and_capture,
+    medians_us,
+    say,
+    stopwatch,
+    write_json,
+)
+from stepfloor.kernels._delta_fused import DeltaPlan, choose_plan, launch_for
 from stepfloor.kernels._delta_split import SplitPlan, pack_split_arguments, split_launches_for
 from stepfloor.kernels._stream_product import StreamedWeight, stream_product
 from stepfloor.kernels.gdn_decode import gdn_decode_inputs, gdn_decode_reference
-from stepfloor.kernels.linear import linear_repack
 from stepfloor.roofline import bytes as roofline_bytes
 
 # sequences, new rows, pending rows
@@ -81,11 +89,12 @@ def queue_of(form: Form, inputs: dict[str, Any], kept: int, out: Tensor, cache_d
     if split is None:
         plan = choose_plan(base_plan(rows, kept), sequences, form.settled)
         launch = launch_for(plan, sequences, out.device, cache_dir)
-        packed = pack_arguments(*inputs.values(), out, inputs["raw_rows"], inputs["gate_rows"])
+        packed = packed_step(inputs, out)
         return lambda: launch(packed)
     scratch = torch.full((sum(split.scratch(sequences)),), torch.nan, device=out.device)
     launches = split_launches_for(split, sequences, out.device, cache_dir)[: 1 if form.first_only else 2]
-    arguments = pack_split_arguments(split, *inputs.values(), out, scratch)
+    given: tuple[Any, ...] = (*inputs.values(), out, scratch)
+    arguments = pack_split_arguments(split, *given)
 
     def queue(_alive: Tensor = scratch) -> None:
         for launch in launches:
@@ -140,15 +149,6 @@ def check_reference(inputs: dict[str, Any], out: Tensor, state: Tensor) -> list[
     return [] if good else [f"fused {tuple(out.shape[:2])} is not near the reference"]
 
 
-def streamed(n: int, k: int, device: torch.device, cache_dir: Path) -> StreamedWeight:
-    """A product of the layer."""
-    data = torch.randn(n, k, device=device).mul_(k**-0.5).to(torch.bfloat16)
-    weight = linear_repack(PackedWeight("bf16", (n, k), data), device, cache_dir)
-    if not isinstance(weight, StreamedWeight):
-        raise RuntimeError(f"the product [{n}, {k}] is not streamed")
-    return weight
-
-
 def time_shape(
     sequences: int,
     rows: int,
@@ -173,8 +173,7 @@ def time_shape(
                 queues[i]()
             stream_product(projected[:, :WIDTH] if queues is None else mixed, back, x)
 
-    chain(None)
-    graphs = {"without": capture(lambda: chain(None))}
+    graphs = {"without": load_and_capture(lambda: chain(None))}
     row_graphs: dict[str, torch.cuda.CUDAGraph] = {}
     alive: list[list[Queue]] = []  # with their scratch: a capture gives memory that nobody holds back to the driver
     for form in (*FORMS, *UNSETTLED, ROWS_ONLY):
@@ -182,11 +181,9 @@ def time_shape(
             continue
         queues = [queue_of(form, layer, rows, mixed, cache_dir) for layer in layers]
         alive.append(queues)
-        chain(queues)
-        torch.cuda.synchronize()
-        graphs[form.name] = capture(lambda queues=queues: chain(queues))
+        graphs[form.name] = load_and_capture(lambda queues=queues: chain(queues))
         if form in FORMS:
-            row_graphs[form.name] = capture(lambda queues=queues: [queue() for queue in queues] and None)
+            row_graphs[form.name] = capture(lambda queues=queues: [queue() for queue in queues])
     times = medians_us(graphs, len(products), rounds)
     without = times.pop("without")
     row_times = medians_us(row_graphs, len(products), rounds)
@@ -197,16 +194,16 @@ def main() -> int:
     """1 if a form has other bits."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--bandwidth", type=float, default=4.65e12)
-    parser.add_argument("--cache-dir", type=Path, default=Path(tempfile.gettempdir()) / "stepfloor-kernels")
+    parser.add_argument("--bandwidth", type=float, default=BANDWIDTH)
+    parser.add_argument("--cache-dir", type=Path, default=CACHE_DIR)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--limit-s", type=int, default=120, help="give up with a traceback after this long")
     options = parser.parse_args()
-    faulthandler.dump_traceback_later(options.limit_s, exit=True)
-    device, begin = torch.device("cuda", 0), time.perf_counter()
+    give_up_after(options.limit_s)
+    device, stamp = gpu(), stopwatch()
     say(describe(device))
     failed = [text for shape in CHECKED for text in check_shape(*shape, options.cache_dir, device)]
-    say(f"[{time.perf_counter() - begin:.1f} s] " + ("; ".join(failed) or "all forms have the fused kernel's bits"))
+    stamp("; ".join(failed) or "all forms have the fused kernel's bits")
     if failed:
         return 1
     products = [
@@ -218,15 +215,13 @@ def main() -> int:
         times = time_shape(sequences, rows, pending, products, options.rounds, options.cache_dir, device)
         floor = roofline_bytes.gdn_decode(sequences, rows, *SIZES, 4) / options.bandwidth * 1e6
         table[f"{sequences}x{rows}"] = {"floor": floor} | times
-    say(f"[{time.perf_counter() - begin:.1f} s] us a layer more between its products; a call in a row of calls")
+    stamp("us a layer more between its products; a call in a row of calls")
     say(f"{'sequences x rows':32}" + "".join(f"{shape:>8}" for shape in table))
     for name in dict.fromkeys(name for times in table.values() for name in times):
         cells = (f"{times[name]:8.2f}" if name in times else " " * 8 for times in table.values())
         say(f"{name:32}" + "".join(cells))
     line = {"gpu": torch.cuda.get_device_name(device), "torch": torch.__version__, "us": table}
-    text = json.dumps(line, separators=(",", ":"))
-    if options.json is not None:
-        options.json.write_text(text)
+    write_json(options.json, line)
     return 0
 
 

@@ -11,14 +11,10 @@
 """
 
 import argparse
-import faulthandler
 import json
 import math
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +24,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.linear import capture, describe, medians_us, say
+from benchmarks.harness import (
+    BANDWIDTH,
+    capture,
+    describe,
+    give_up_after,
+    gpu,
+    load_and_capture,
+    medians_us,
+    run_apart,
+    say,
+    stopwatch,
+    write_json,
+)
 from stepfloor.formats.codec import PackedWeight, quantize
 from stepfloor.kernels import embed, hc_down, hc_mix, mtp_fuse, mtp_norm, ngram_gather, ngram_rows, ple_mix
 from stepfloor.kernels._product import packed_product
@@ -41,7 +49,6 @@ DECODE, PREFILL = (1, 4, 16, 64), 8192
 ROWS = (*DECODE, PREFILL)
 PRODUCTS = {"down": (324, 10240), "up": (10240, 320), "out": (2560, 6144), "in": (16480, 2560)}
 BF16 = torch.bfloat16
-DEVICE = "cuda"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,27 +72,26 @@ def main() -> int:
     options = parse()
     if options.check is not None:
         return check_parts(options.check)
-    faulthandler.dump_traceback_later(options.limit_s, exit=True)
-    device = torch.device(DEVICE, 0)
-    begin = time.perf_counter()
+    give_up_after(options.limit_s)
+    device = gpu()
+    stamp = stopwatch()
     say(describe(device, options.commit))
     names = [name for name in PARTS if not options.only or name.split(",")[0] in options.only]
     passed = check_all(names)
-    say(f"[{time.perf_counter() - begin:5.1f} s] checks done; us a call, share of the floor")
+    stamp("checks done; us a call, share of the floor")
     table: dict[str, dict[str, dict[str, float]]] = {}
     broken: list[str] = []
     for name in passed:
         try:
             table[name] = time_part(name, options)
-        except (RuntimeError, torch.cuda.OutOfMemoryError) as error:
+        except RuntimeError as error:
             broken.append(name)
             say(f"{name:28} NOT TIMED: {error}")
         torch.cuda.empty_cache()
-    say(f"[{time.perf_counter() - begin:5.1f} s] timed")
+    stamp("timed")
     failed = [name for name in names if name not in passed] + broken
     line = {"gpu": torch.cuda.get_device_name(device), "torch": torch.__version__, "failed": failed, "us": table}
-    if options.json is not None:
-        options.json.write_text(json.dumps(line, indent=1))
+    write_json(options.json, line)
     say(json.dumps(line, separators=(",", ":")))
     return int(bool(failed))
 
@@ -95,7 +101,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", type=lambda text: text.split(","), help="operators to check and time")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--bandwidth", type=float, default=4.65e12)
+    parser.add_argument("--bandwidth", type=float, default=BANDWIDTH)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--commit", help="what was checked out, where git cannot say")
     parser.add_argument("--limit-s", type=int, default=120, help="give up with a traceback after this long")
@@ -114,23 +120,15 @@ def check_all(names: list[str]) -> list[str]:
             name
         )
 
-    def check(family: str) -> tuple[str, str]:
-        command = [sys.executable, "-m", "benchmarks.edges", "--check", *families[family]]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        except subprocess.TimeoutExpired as late:
-            return family, f"{(late.stdout or b'').decode(errors='replace')}hangs, or takes more than 60 s"
-        return family, done.stdout + ("" if done.returncode == 0 else done.stderr[-1500:])
-
     passed: list[str] = []
-    with ThreadPoolExecutor(6) as pool:
-        for family, text in pool.map(check, families):
-            fine = [name for name in families[family] if f"ok     {name}" in text.splitlines()]
-            passed += fine
-            for name in families[family]:
-                say(f"{'ok    ' if name in fine else 'FAILED'} {name}")
-            if len(fine) < len(families[family]):
-                say("\n".join(f"       {line}" for line in text.splitlines() if not line.startswith("ok ")))
+    jobs = {family: ["--check", *names] for family, names in families.items()}
+    for family, _, text in run_apart("benchmarks.edges", jobs, 60, at_once=6):
+        fine = [name for name in families[family] if f"ok     {name}" in text.splitlines()]
+        passed += fine
+        for name in families[family]:
+            say(f"{'ok    ' if name in fine else 'FAILED'} {name}")
+        if len(fine) < len(families[family]):
+            say("\n".join(f"       {line}" for line in text.splitlines() if not line.startswith("ok ")))
     return passed
 
 
@@ -224,14 +222,14 @@ def against(
 
 
 def embed_job(rows: int) -> Job:
-    inputs: dict[str, Any] = embed.embed_inputs(rows, 248320, D, BF16, DEVICE)
+    inputs: dict[str, Any] = embed.embed_inputs(rows, 248320, D, BF16, str(gpu()))
     wrong = partial(against, embed.embed, embed.embed_reference, inputs, ("tokens",), True)
     return Job(lambda _: embed.embed(**inputs), roofline.embed(rows, D, STREAMS), wrong)
 
 
 def rows_job(rows: int) -> Job:
     shape = (1, rows) if rows == PREFILL else (rows, 1)
-    inputs: dict[str, Any] = ngram_rows.ngram_rows_inputs(*shape, 248320, HEADS, DEVICE)
+    inputs: dict[str, Any] = ngram_rows.ngram_rows_inputs(*shape, 248320, HEADS, str(gpu()))
     wrong = partial(
         against, ngram_rows.ngram_rows, ngram_rows.ngram_rows_reference, inputs, ("tokens", "history"), True
     )
@@ -240,10 +238,10 @@ def rows_job(rows: int) -> Job:
 
 def table_shards(name: str, count: int, pinned: bool) -> list[PackedWeight]:
     """Shards of the real height; no code is a NaN."""
-    make = torch.Generator(DEVICE).manual_seed(0)
+    make = torch.Generator(gpu()).manual_seed(0)
 
     def codes(width: int) -> Tensor:
-        data = torch.randint(0, 0x78, (SHARD_ROWS, width), generator=make, device=DEVICE, dtype=torch.uint8)
+        data = torch.randint(0, 0x78, (SHARD_ROWS, width), generator=make, device=gpu(), dtype=torch.uint8)
         return data.cpu().pin_memory() if pinned else data
 
     def shard() -> PackedWeight:
@@ -253,7 +251,7 @@ def table_shards(name: str, count: int, pinned: bool) -> list[PackedWeight]:
         if name == "nvfp4":
             scale = codes(WIDTH // 16).view(torch.float8_e4m3fn)
             return PackedWeight(name, shape, codes(WIDTH // 2), scale, torch.tensor(1e-3))
-        data = torch.empty(shape, dtype=BF16, device=DEVICE).normal_(generator=make)
+        data = torch.empty(shape, dtype=BF16, device=gpu()).normal_(generator=make)
         return PackedWeight("bf16", shape, data.cpu().pin_memory() if pinned else data)
 
     return [shard() for _ in range(count)]
@@ -265,15 +263,15 @@ def gather_maker(name: str, pinned: bool) -> Maker:
     def job(rows: int) -> Job:
         if not held:
             shards = table_shards(name, 2, pinned)
-            held.append((shards, ngram_gather.ngram_gather_table(shards, DEVICE)))
+            held.append((shards, ngram_gather.ngram_gather_table(shards, str(gpu()))))
         shards, table = held[0]
-        ids = torch.randint(0, table.rows, (20, rows, HEADS), device=DEVICE)
+        ids = torch.randint(0, table.rows, (20, rows, HEADS), device=gpu())
 
         def wrong() -> list[str]:
             """Few rows are compared: their reference indexes whole shards."""
             some = ids[0, : min(rows, 64)]
             owner, local = some // SHARD_ROWS, some % SHARD_ROWS
-            wanted = torch.empty((*some.shape, WIDTH), dtype=BF16, device=DEVICE)
+            wanted = torch.empty((*some.shape, WIDTH), dtype=BF16, device=gpu())
             for index, shard in enumerate(shards):
                 mine = owner == index
                 at = local[mine].to(shard.data.device)
@@ -282,7 +280,7 @@ def gather_maker(name: str, pinned: bool) -> Maker:
                     scale = scale.view(torch.uint8)[at].view(torch.float8_e4m3fn)
                 data = shard.data.view(torch.uint8)[at].view(shard.data.dtype)
                 part = replace(shard, shape=(at.shape[0], WIDTH), data=data, scale=scale)
-                wanted[mine] = part.to(DEVICE).dequantize().to(BF16)
+                wanted[mine] = part.to(gpu()).dequantize().to(BF16)
             ours = ngram_gather.ngram_gather(ids[0], table, BF16)
             found = differences(ours[: some.shape[0]], wanted.flatten(1), True)
             if not same(ngram_gather.ngram_gather(ids[0, -1:], table, BF16), ours[-1:]):
@@ -299,7 +297,7 @@ def ple_job(rows: int) -> Job:
     """Up to 4 rows a sequence, as a step with three drafts has; a prompt chunk is one sequence."""
     each = rows if rows == PREFILL else min(rows, 4)
     count = rows // each
-    inputs: dict[str, Any] = ple_mix.ple_mix_inputs(count, each, D, BF16, DEVICE)
+    inputs: dict[str, Any] = ple_mix.ple_mix_inputs(count, each, D, BF16, str(gpu()))
     inputs["conv_rows"] = inputs["conv_rows"][:, :13].contiguous()
     inputs["rejected"] = inputs["rejected"].clamp(max=min(each, 4))
 
@@ -321,13 +319,13 @@ def ple_job(rows: int) -> Job:
 
 
 def norm_job(rows: int) -> Job:
-    inputs: dict[str, Any] = mtp_norm.mtp_norm_inputs(rows, D, 30000, BF16, DEVICE)
+    inputs: dict[str, Any] = mtp_norm.mtp_norm_inputs(rows, D, 30000, BF16, str(gpu()))
     wrong = partial(against, mtp_norm.mtp_norm, mtp_norm.mtp_norm_reference, inputs, ("residual", "tokens"))
     return Job(lambda _: mtp_norm.mtp_norm(**inputs), roofline.mtp_norm(rows, D, STREAMS), wrong)
 
 
 def fuse_job(rows: int) -> Job:
-    inputs: dict[str, Any] = mtp_fuse.mtp_fuse_inputs(rows, D, BF16, DEVICE)
+    inputs: dict[str, Any] = mtp_fuse.mtp_fuse_inputs(rows, D, BF16, str(gpu()))
     wrong = partial(against, mtp_fuse.mtp_fuse, mtp_fuse.mtp_fuse_reference, inputs, ("hidden", "token"), True)
     return Job(lambda _: mtp_fuse.mtp_fuse(**inputs), roofline.mtp_fuse(rows, D, STREAMS), wrong)
 
@@ -339,7 +337,7 @@ def most(name: str, rows: int) -> float:
 
 def down_maker(name: str) -> Maker:
     def job(rows: int) -> Job:
-        inputs: dict[str, Any] = hc_down.hc_down_inputs(rows, D, RANK, name, BF16, DEVICE)
+        inputs: dict[str, Any] = hc_down.hc_down_inputs(rows, D, RANK, name, BF16, str(gpu()))
         per_row = ("residual", "y", "y_weights")
         wrong = partial(
             against,
@@ -357,7 +355,7 @@ def down_maker(name: str) -> Maker:
 
 def mix_maker(name: str) -> Maker:
     def job(rows: int) -> Job:
-        inputs: dict[str, Any] = hc_mix.hc_mix_inputs(rows, D, RANK, name, BF16, DEVICE)
+        inputs: dict[str, Any] = hc_mix.hc_mix_inputs(rows, D, RANK, name, BF16, str(gpu()))
         per_row = ("low", "normed")
         wrong = partial(
             against, hc_mix.hc_mix, hc_mix.hc_mix_reference, inputs, per_row, alone=rows <= 80, most=most(name, rows)
@@ -369,7 +367,7 @@ def mix_maker(name: str) -> Maker:
 
 def torch_down_job(rows: int) -> Job:
     """What the kernels around the library's product replace: the same steps as calls to torch."""
-    inputs: dict[str, Any] = hc_down.hc_down_inputs(rows, D, RANK, "bf16", BF16, DEVICE)
+    inputs: dict[str, Any] = hc_down.hc_down_inputs(rows, D, RANK, "bf16", BF16, str(gpu()))
 
     def run(_: int) -> Tensor:
         residual = inputs["residual"] + (inputs["y"].unsqueeze(-2) * inputs["y_weights"].unsqueeze(-1)).flatten(-2)
@@ -383,7 +381,7 @@ def torch_down_job(rows: int) -> Job:
 
 def torch_mix_job(rows: int) -> Job:
     """The same for hc_mix."""
-    inputs: dict[str, Any] = hc_mix.hc_mix_inputs(rows, D, RANK, "bf16", BF16, DEVICE)
+    inputs: dict[str, Any] = hc_mix.hc_mix_inputs(rows, D, RANK, "bf16", BF16, str(gpu()))
 
     def run(_: int) -> Tensor:
         gate = sigmoid(F.linear(inputs["low"], inputs["up"][0].data))
@@ -398,11 +396,11 @@ def product_maker(shape: str, name: str) -> Maker:
 
     def job(rows: int) -> Job:
         if not held:
-            first = quantize(torch.randn(n, k, device=DEVICE) / k**0.5, name)
+            first = quantize(torch.randn(n, k, device=gpu()) / k**0.5, name)
             copies = min(20, math.ceil(2e8 / first.num_bytes))  # three times the L2
             held.append([replace(first, data=first.data.clone()) for _ in range(copies)])
         weights = held[0]
-        x = torch.randn(rows, k, device=DEVICE).to(BF16)
+        x = torch.randn(rows, k, device=gpu()).to(BF16)
 
         def wrong() -> list[str]:
             ours = packed_product(x, (weights[0],))
@@ -451,14 +449,12 @@ def time_part(name: str, options: argparse.Namespace) -> dict[str, dict[str, flo
     """By number of rows: us a call, bytes, share of the floor."""
     result: dict[str, dict[str, float]] = {}
     for rows, calls, job in timed_jobs(name):
-        job.run(0)
-        torch.cuda.synchronize()
 
         def run(job: Job = job, calls: int = calls) -> None:
             for i in range(calls):
                 job.run(i)
 
-        us = medians_us({"": capture(run)}, calls, options.rounds)[""]
+        us = medians_us({"": load_and_capture(run)}, calls, options.rounds)[""]
         floor_us = job.moved / options.bandwidth * 1e6
         result[str(rows)] = {"us": round(us, 2), "bytes": job.moved, "fraction": round(floor_us / us, 3)}
     text = "  ".join(f"{rows}: {r['us']:.1f} ({r['fraction']:.0%})" for rows, r in result.items())

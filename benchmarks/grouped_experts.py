@@ -15,7 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.linear import capture, medians_us, say
+from benchmarks.experts_plans import EXPERTS, TOPK, WIDTH, D
+from benchmarks.harness import (
+    beside_floor,
+    elapsed_us,
+    load_and_capture,
+    medians_us,
+    say,
+)
 from stepfloor.formats.codec import PackedWeight
 from stepfloor.kernels._down_many import SLICES
 from stepfloor.kernels._experts import FORMATS, TiledExperts, pack_experts
@@ -30,7 +37,6 @@ from stepfloor.kernels.moe_gate_up import PREFILL as GATE_UP_PREFILL
 from stepfloor.kernels.moe_gate_up import WARPS, gate_up_grouped, gate_up_rows, moe_gate_up
 from stepfloor.roofline import bytes as operator_bytes
 
-EXPERTS, TOPK, D, WIDTH = 512, 10, 2560, 640
 PARTS = ("decode", "prefill")
 DECODE_FORMATS = ("bf16", "fp8_channel", "fp8_block")
 DECODE_ROWS = (1, 4, 16, 64)
@@ -207,9 +213,7 @@ class Bench:
                     run(i)
 
             try:
-                every()
-                torch.cuda.synchronize(self.device)
-                graphs[name] = capture(every)
+                graphs[name] = load_and_capture(every)
             except Exception as error:
                 say(f"{self.name}, {rows} rows, {name}: FAILED: {type(error).__name__}: {str(error)[:200]}")
         return medians_us(graphs, CALLS, rounds)
@@ -230,7 +234,12 @@ class Bench:
         if isinstance(self.gate_up, TiledExperts) and isinstance(self.down, TiledExperts) and rows <= 512:
             gate_up, down = self.gate_up, self.down
             runs["streamed"] = lambda: down_rows(gate_up_rows(x, ids, gate_up), ids, self.weights[:rows], down, None)
-        return {name: median_us(run, max(3, rounds // 2)) for name, run in runs.items()}
+        times: dict[str, float] = {}
+        for name, run in runs.items():
+            run()
+            torch.cuda.synchronize()
+            times[name] = statistics.median(elapsed_us(run) for _ in range(max(3, rounds // 2)))
+        return times
 
     def line(self, part: str, rows: int, kernel: str, us: float, bandwidth: float) -> dict[str, object]:
         """A row of the table: bytes and operations of what was timed, and the least time they take."""
@@ -251,7 +260,7 @@ class Bench:
             "experts": distinct,
             "kernel": kernel,
         }
-        row |= {"us": round(us, 2), "bytes": read, "floor_us": round(floor, 2), "fraction": round(floor / us, 3)}
+        row |= beside_floor(us, floor) | {"bytes": read}
         return row | ({"tflops": round(work / us / 1e6, 1)} if part == "prefill" else {})
 
 
@@ -272,20 +281,6 @@ def outside(label: str, ours: Tensor, exact: Tensor, bound: Tensor) -> list[str]
     inside = (ours.double() - exact).abs() <= bound
     missed = int((~inside).sum())
     return [f"{missed} of {inside.numel()} values of {label} outside of their bound"] if missed else []
-
-
-def median_us(run: Callable[[], object], rounds: int) -> float:
-    """Time on the device from the first launch to the last end."""
-    times = []
-    for turn in range(rounds + 1):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        run()
-        stop.record()
-        torch.cuda.synchronize()
-        if turn:
-            times.append(start.elapsed_time(stop) * 1e3)
-    return statistics.median(times)
 
 
 def report(table: list[dict[str, object]]) -> None:

@@ -12,23 +12,39 @@
 """
 
 import argparse
-import faulthandler
 import json
 import math
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.linear import capture, current_commit, describe, medians_us, read_bandwidth, say
+from benchmarks.harness import (
+    BANDWIDTH,
+    CACHE_DIR,
+    capture,
+    check_apart,
+    current_commit,
+    describe,
+    give_up_after,
+    gpu,
+    load_and_capture,
+    medians_us,
+    multiprocessors,
+    parting_runs,
+    read_bandwidth,
+    say,
+    stopwatch,
+    verdict,
+    write_json,
+)
 from stepfloor.formats.codec import quantize
 from stepfloor.kernels._choose_form import plan_stream
 from stepfloor.kernels._jit import Launch
@@ -76,6 +92,7 @@ TARGETS = {
     ("mix", 4): 4.2,
     ("mix", 64): 10.0,
 }
+FourTensors = tuple[Tensor, Tensor, Tensor, Tensor]
 FORMATS = {"bf16": "bf16", "fp8": "fp8_channel", "mxfp8": "mxfp8"}
 FAMILIES = [f"{kind} {name}" for kind in ("down", "mix") for name in FORMATS]
 
@@ -95,24 +112,23 @@ class Buffers:
 def main() -> int:
     """Check and time; 1 if a check fails."""
     options = parse()
-    device = torch.device("cuda", 0)
+    device = gpu()
     if options.check is not None:
         return check_family(options.check, options.cache_dir, device)
-    faulthandler.dump_traceback_later(options.limit_s, exit=True)
-    begin = time.perf_counter()
+    give_up_after(options.limit_s)
+    stamp = stopwatch()
     say(describe(device, options.commit))
-    passed = check_all(options.cache_dir)
-    say(f"[{time.perf_counter() - begin:5.1f} s] checks done")
+    passed = check_apart("benchmarks.hyper_connection", FAMILIES, ["--cache-dir", str(options.cache_dir)], 40)
+    stamp("checks done")
     reads = read_bandwidth(device)
     say(f"read bandwidth of this run {reads / 1e12:.2f} TB/s; floors are at {options.bandwidth / 1e12:.2f}")
     times = {rows: time_rows(rows, passed, options, device) for rows in options.rows}
-    say(f"[{time.perf_counter() - begin:5.1f} s] times done")
+    stamp("times done")
     report(times, options.bandwidth)
     line = {"gpu": torch.cuda.get_device_name(device), "commit": options.commit or current_commit()}
     line |= {"torch": torch.__version__, "read_bytes_per_s": reads, "passed": sorted(passed)}
     line |= {"failed": sorted(set(FAMILIES) - passed), "us": times}
-    if options.json is not None:
-        options.json.write_text(json.dumps(line, indent=1))
+    write_json(options.json, line)
     say(json.dumps(line, separators=(",", ":")))
     return int(len(passed) < len(FAMILIES))
 
@@ -122,8 +138,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=lambda s: [int(v) for v in s.split(",")], default=[1, 4, 8, 16, 32, 64])
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--bandwidth", type=float, default=4.65e12)
-    parser.add_argument("--cache-dir", type=Path, default=Path(tempfile.gettempdir()) / "stepfloor-kernels")
+    parser.add_argument("--bandwidth", type=float, default=BANDWIDTH)
+    parser.add_argument("--cache-dir", type=Path, default=CACHE_DIR)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--commit", help="what was checked out, where git cannot say")
     parser.add_argument("--limit-s", type=int, default=120, help="give up with a traceback after this long")
@@ -133,39 +149,17 @@ def parse() -> argparse.Namespace:
 
 def down_plan(format_name: str, device: torch.device) -> DownPlan:
     """As `hc_down_repack` makes it."""
-    count = torch.cuda.get_device_properties(device).multi_processor_count
+    count = multiprocessors(device)
     return plan_down(RANK + STREAMS, RANK, STREAMS, D, count, 2, format_name, halves=2)
 
 
 def mix_plan(format_name: str, device: torch.device) -> MixPlan:
     """As `hc_mix_repack` makes it."""
-    count = torch.cuda.get_device_properties(device).multi_processor_count
+    count = multiprocessors(device)
     return plan_mix(D, STREAMS, RANK, count, format_name=format_name)
 
 
 # ---------------------------------------------------------------------- checks
-
-
-def check_all(cache_dir: Path) -> set[str]:
-    """Check the families side by side, each in its own process: a fault or a hang of one leaves the others alone."""
-    command = [sys.executable, "-m", "benchmarks.hyper_connection", "--cache-dir", str(cache_dir), "--check"]
-    running = {
-        family: subprocess.Popen([*command, family], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for family in FAMILIES
-    }
-    passed: set[str] = set()
-    deadline = time.monotonic() + 40
-    for family, process in running.items():
-        try:
-            output, _ = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            output, _ = process.communicate()
-            output += f"\ncheck {family}: HANGS, no answer in 40 s"
-        if process.returncode == 0:
-            passed.add(family)
-        say("\n".join(output.strip().splitlines()[-12:]))
-    return passed
 
 
 def check_family(family: str, cache_dir: Path, device: torch.device) -> int:
@@ -177,11 +171,7 @@ def check_family(family: str, cache_dir: Path, device: torch.device) -> int:
         errors = check(FORMATS[name], cache_dir, device)
     except RuntimeError as exception:
         errors = [f"CRASHED: {exception}"]
-    for error in errors[:8]:
-        say(f"  {error}")
-    verdict = "ok" if not errors else f"WRONG ({len(errors)} findings)"
-    say(f"check {family}: {verdict}, {time.perf_counter() - begin:.1f} s")
-    return int(bool(errors))
+    return verdict(family, errors, f"{time.perf_counter() - begin:.1f} s")
 
 
 def check_down(format_name: str, cache_dir: Path, device: torch.device) -> list[str]:
@@ -189,19 +179,18 @@ def check_down(format_name: str, cache_dir: Path, device: torch.device) -> list[
     plan = down_plan(format_name, device)
     found: list[str] = []
     for write in (True, False):
-        inputs = hc_down_inputs(MAX_ROWS, D, RANK, plan.format, torch.bfloat16, "cuda", write)
+        inputs: dict[str, Any] = hc_down_inputs(MAX_ROWS, D, RANK, plan.format, torch.bfloat16, str(device), write)
         weight = inputs["down"][0]
         down = StreamedDown(plan, pack_tape(weight, plan.stream), cache_dir, outer_scales(weight))
         torch.cuda.synchronize()
         wanted = hc_down_reference(**inputs)
 
-        def call(
-            first: int, rows: int, weights: StreamedDown = down, given: dict[str, object] = inputs
-        ) -> list[Tensor]:
-            outputs = [nan((rows + 2, width), device) for width in (WIDTH, WIDTH, RANK, STREAMS)]
-            read = (given["residual"], given["y"], given["y_weights"])
-            part = tuple(None if t is None else t[first : first + rows] for t in read)
-            queue_down(weights, given["norm_scale"], part, tuple(t[:rows] for t in outputs), EPS)
+        def call(first: int, rows: int, weights: StreamedDown = down, given: dict[str, Any] = inputs) -> FourTensors:
+            residual, normed, low, weights_out = outputs = down_outputs(rows + 2, device)
+            some = slice(first, first + rows)
+            y, y_weights = (None if t is None else t[some] for t in (given["y"], given["y_weights"]))
+            written = (residual[:rows], normed[:rows], low[:rows], weights_out[:rows])
+            queue_down(weights, given["norm_scale"], (given["residual"][some], y, y_weights), written, EPS)
             return outputs
 
         alone = {row: call(row, 1) for row in ALONE}
@@ -230,7 +219,7 @@ def check_down(format_name: str, cache_dir: Path, device: torch.device) -> list[
 def check_mix(format_name: str, cache_dir: Path, device: torch.device) -> list[str]:
     """What is wrong with hc_mix in a format."""
     plan = mix_plan(format_name, device)
-    inputs = hc_mix_inputs(MAX_ROWS, D, RANK, plan.format, torch.bfloat16, "cuda")
+    inputs: dict[str, Any] = hc_mix_inputs(MAX_ROWS, D, RANK, plan.format, torch.bfloat16, str(device))
     weight = inputs["up"][0]
     tape, tape_scales = pack_mix(weight, plan)
     up = StreamedMix(plan, tape, cache_dir, tape_scales)
@@ -263,12 +252,18 @@ def nan(shape: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.full(shape, math.nan, dtype=torch.bfloat16, device=device)
 
 
+def down_outputs(rows: int, device: torch.device) -> FourTensors:
+    """Residual, n, low and write weights of a call, all NaN."""
+    residual, normed, low, weights = (nan((rows, width), device) for width in (WIDTH, WIDTH, RANK, STREAMS))
+    return residual, normed, low, weights
+
+
 def down_chain(
-    down: StreamedDown, inputs: dict[str, object], rows: int, device: torch.device, early: bool
+    down: StreamedDown, inputs: dict[str, Any], rows: int, device: torch.device, early: bool
 ) -> tuple[Callable[[], None], list[Tensor]]:
     """Twelve calls, each reading three results of the one before."""
-    start = tuple(inputs[key][:rows] for key in ("residual", "y", "y_weights"))
-    outputs = [tuple(nan((rows, width), device) for width in (WIDTH, WIDTH, RANK, STREAMS)) for _ in range(12)]
+    start = (inputs["residual"][:rows], inputs["y"][:rows], inputs["y_weights"][:rows])
+    outputs = [down_outputs(rows, device) for _ in range(12)]
 
     def run() -> None:
         given = start
@@ -280,7 +275,7 @@ def down_chain(
 
 
 def mix_chain(
-    up: StreamedMix, inputs: dict[str, object], rows: int, device: torch.device, early: bool
+    up: StreamedMix, inputs: dict[str, Any], rows: int, device: torch.device, early: bool
 ) -> tuple[Callable[[], None], list[Tensor]]:
     """Twelve calls, each reading the result of the one before."""
     outputs = [nan((rows, D), device) for _ in range(12)]
@@ -300,19 +295,8 @@ def check_chain(make: Callable[[bool], tuple[Callable[[], None], list[Tensor]]])
     late()
     torch.cuda.synchronize()
     early, outputs = make(True)
-    early()
-    graph = capture(early)
-    found: list[str] = []
-    for name, go in (("eager", early), ("graph", graph.replay)):
-        for _ in range(5):
-            for out in outputs:
-                out.fill_(math.nan)
-            go()
-            torch.cuda.synchronize()
-            if not all(torch.equal(a, b) for a, b in zip(outputs, wanted, strict=True)):
-                found.append(f"a dependent chain with early start ({name}) differs from one without")
-                break
-    return found
+    parting = parting_runs(early, outputs, wanted)
+    return [f"a dependent chain with early start ({name}) differs from one without" for name in parting]
 
 
 # ---------------------------------------------------------------------- times
@@ -333,7 +317,7 @@ def time_rows(rows: int, passed: set[str], options: argparse.Namespace, device: 
             mix = mix_plan(format_name, device)
             tape, outer = pack_mix(quantize(up_store[0], format_name), mix)
             ups[name] = [StreamedMix(mix, t, options.cache_dir, outer) for t in tape.repeat(PAIRS, 1)]
-    router = plan_stream(ROUTER, D, torch.cuda.get_device_properties(device).multi_processor_count)
+    router = plan_stream(ROUTER, D, multiprocessors(device))
     stored = quantize(torch.empty((ROUTER, D), dtype=torch.bfloat16, device=device).normal_(std=0.02), "bf16")
     tapes = pack_tape(stored, router).repeat(ROUTERS, 1)
     routers = [StreamedWeight(router, t, options.cache_dir) for t in tapes]
@@ -383,9 +367,7 @@ def time_rows(rows: int, passed: set[str], options: argparse.Namespace, device: 
         for i in range(PAIRS):
             library_pair(i, buffers, down_store, up_store, scales)
 
-    library()  # the library chooses and allocates outside of the capture
-    torch.cuda.synchronize()
-    graphs = {"pair torch": capture(library)}
+    graphs = {"pair torch": load_and_capture(library)}
     graphs |= {f"down {name}": chain(down, None) for name, down in downs.items()}
     graphs |= {f"mix {name}": chain(None, up) for name, up in ups.items()}
     graphs |= {f"pair {name}": chain(down, ups[name]) for name, down in downs.items() if name in ups}

@@ -7,7 +7,6 @@ CUDA-graph replays, weights rotated past the L2, medians; `--blocks` tries other
 """
 
 import argparse
-import math
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.linear import ROTATED_BYTES, capture, medians_us, random_matrix, say
+from benchmarks.harness import (
+    BANDWIDTH,
+    capture,
+    gpu,
+    medians_us,
+    multiprocessors,
+    rotations,
+    say,
+)
+from benchmarks.linear_plans import random_matrix
 from stepfloor.formats.codec import PackedWeight
 from stepfloor.formats.table import stored_bytes
 from stepfloor.kernels._choose_form import plan_stream
@@ -63,7 +71,7 @@ def main() -> int:
 
 def bench(shape: Shape, name: str, rows: Sequence[int], blocks: Sequence[int], rounds: int, cache_dir: Path) -> int:
     """One shape in one format; whether it was wrong."""
-    device = torch.device("cuda", 0)
+    device = gpu()
     counts = [(shape.before, "bf16"), (shape.middle, name), (shape.behind, "bf16")]
     stored = [random_matrix(n, K, form, device) for n, form in counts if n]
     (joined,) = linear_join(stored, device, cache_dir, MAX_ROWS)
@@ -76,7 +84,7 @@ def bench(shape: Shape, name: str, rows: Sequence[int], blocks: Sequence[int], r
     alone = (second[:, : shape.before], linear(x, (joined.first,)), second[:, shape.before :])
     wanted = torch.cat(alone, 1)
     wrong = [r for r in (*range(1, 17), *rows) if not torch.equal(linear(x[:r], (joined,)), wanted[:r])]
-    calls = min(256, max(2, math.ceil(ROTATED_BYTES / nbytes)))
+    calls = rotations(nbytes)
     forms: dict[str, list[Callable[[Tensor], Tensor]]] = {
         "apart": [of(copies) for copies in zip(*(rotated(w, calls) for w in apart), strict=True)],
         f"pair {joined.second.plan.blocks}": [of((w,)) for w in rotated_pair(joined, calls)],
@@ -89,7 +97,7 @@ def bench(shape: Shape, name: str, rows: Sequence[int], blocks: Sequence[int], r
         graphs = {form: chain(run, x[:count]) for form, run in forms.items()}
         times = medians_us(graphs, calls, rounds)
         shown = ", ".join(f"{form} {us:.2f}" for form, us in times.items())
-        say(f"{shape.name:14} {name:12} M={count:<3} us: {shown}; floor {nbytes / 4.65e6:.2f}")
+        say(f"{shape.name:14} {name:12} M={count:<3} us: {shown}; floor {nbytes / BANDWIDTH * 1e6:.2f}")
     if wrong:
         say(f"{shape.name} {name}: rows {wrong} have other bits than alone")
     return int(bool(wrong))
@@ -127,7 +135,7 @@ def rotated_pair(pair: StreamedPair, count: int) -> list[StreamedPair]:
 
 def with_blocks(pair: StreamedPair, blocks: int) -> StreamedPair | None:
     """The pair with another share of the grid for its second matrix, or None where it would need several passes."""
-    count = torch.cuda.get_device_properties(0).multi_processor_count
+    count = multiprocessors(gpu())
     second = plan_stream(*pair.second.shape, blocks)
     if second.passes > 1 or second.blocks >= count:
         return None

@@ -12,10 +12,8 @@ A part that fails says so and the others go on; the last line is JSON.
 """
 
 import argparse
-import faulthandler
 import json
 import statistics
-import subprocess
 import sys
 import time
 import traceback
@@ -26,6 +24,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.harness import (
+    BANDWIDTH,
+    describe,
+    give_up_after,
+    gpu,
+    load_and_capture,
+    medians_us,
+    read_bandwidth,
+    say,
+    stopwatch,
+    write_json,
+)
 from stepfloor.kernels.accept_drafts import accept_drafts_inputs, accept_drafts_reference, accept_drafts_triton
 from stepfloor.kernels.draw_tokens import draw_tokens_inputs, draw_tokens_reference, draw_tokens_triton
 from stepfloor.kernels.process_logits import (
@@ -57,11 +67,11 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--limit-s", type=int, default=120, help="give up with a traceback after this long")
     options = parser.parse_args()
-    faulthandler.dump_traceback_later(options.limit_s, exit=True)
-    begin = time.perf_counter()
-    say(describe())
+    give_up_after(options.limit_s)
+    stamp = stopwatch()
+    say(f"{describe(gpu())}; vocabulary {VOCAB}")
     failed: list[str] = []
-    line: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    line: dict[str, Any] = {"gpu": torch.cuda.get_device_name(gpu()), "torch": torch.__version__}
 
     def part(name: str, run: Callable[[], Any]) -> Any:
         try:
@@ -70,36 +80,20 @@ def main() -> int:
             failed.append(name)
             line[name] = None
             say(f"FAILED {name}\n{traceback.format_exc()}")
-        say(f"[{time.perf_counter() - begin:5.1f} s] {name}")
+        stamp(name)
         return line[name]
 
     for check in (check_draws, check_filters, check_windows):
         part(check.__name__, check)
-    bandwidth = part("bandwidth", read_bandwidth) or 4.65e12
+    bandwidth = part("bandwidth", lambda: read_bandwidth(gpu())) or BANDWIDTH
     say(f"read bandwidth {bandwidth / 1e12:.2f} TB/s")
     for rows in ROWS:
         part(f"{rows} rows", lambda rows=rows: time_rows(rows, bandwidth, options.rounds, failed))
     part("host", time_host)
     line["failed"] = failed
-    if options.json is not None:
-        options.json.write_text(json.dumps(line, indent=1))
+    write_json(options.json, line)
     say(json.dumps(line, separators=(",", ":")))
     return int(bool(failed))
-
-
-def describe() -> str:
-    """What the numbers belong to."""
-    p = torch.cuda.get_device_properties(0)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return (
-        f"{p.name}, {p.multi_processor_count} multiprocessors, torch {torch.__version__}, CUDA {torch.version.cuda}, "
-        f"commit {commit.stdout.strip() or 'unknown'}; vocabulary {VOCAB}"
-    )
-
-
-def say(text: str) -> None:
-    """Print at once: a hang shows where."""
-    print(text, flush=True)
 
 
 # ---------------------------------------------------------------------- is it right
@@ -107,7 +101,7 @@ def say(text: str) -> None:
 
 def check_draws() -> dict[str, int]:
     """64 rows at temperature 1 and the same rows greedy; rows alone."""
-    inputs: dict[str, Any] = draw_tokens_inputs(64, VOCAB, "cuda")
+    inputs: dict[str, Any] = draw_tokens_inputs(64, VOCAB, str(gpu()))
     inputs["logits"] = inputs["logits"].bfloat16()
     ours, wanted = draw_tokens_triton(**inputs), draw_tokens_reference(**inputs)
     greedy = draw_tokens_triton(**(inputs | {"seeds": None}))
@@ -123,7 +117,7 @@ def check_draws() -> dict[str, int]:
 
 def check_filters() -> dict[str, int]:
     """Every stage in use, and settings that make the search look beyond its first groups."""
-    inputs: dict[str, Any] = process_logits_inputs(16, VOCAB, torch.bfloat16, "cuda")
+    inputs: dict[str, Any] = process_logits_inputs(16, VOCAB, torch.bfloat16, str(gpu()))
     ours, wanted = process_logits_triton(**inputs), process_logits_reference(**inputs)
     differ = int((ours.isfinite() != wanted.isfinite()).sum())
     both = ours.isfinite() & wanted.isfinite()
@@ -140,7 +134,7 @@ def check_windows() -> dict[str, int]:
     """256 windows in 16 batches."""
     differ = accepted = 0
     for turn in range(16):
-        inputs: dict[str, Any] = accept_drafts_inputs(16, K, VOCAB, "cuda")
+        inputs: dict[str, Any] = accept_drafts_inputs(16, K, VOCAB, str(gpu()))
         inputs["seeds"] = inputs["seeds"] + 1000 * turn
         ours, wanted = accept_drafts_triton(**inputs), accept_drafts_reference(**inputs)
         differ += int(((ours[0] != wanted[0]).any(-1) | (ours[1] != wanted[1])).sum())
@@ -159,44 +153,9 @@ def expect(holds: bool, what: str) -> None:
 # ---------------------------------------------------------------------- times
 
 
-def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """A graph of what run queues; run has to have run before, which loads its kernels."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph
-
-
-def medians_us(graphs: dict[str, torch.cuda.CUDAGraph], rounds: int) -> dict[str, float]:
-    """Time of each graph: medians over rounds whose order alternates."""
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    for turn in range(rounds + 2):
-        events = []
-        for name in list(graphs) if turn % 2 else list(reversed(graphs)):
-            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graphs[name].replay()
-            stop.record()
-            events.append((name, start, stop))
-        torch.cuda.synchronize()
-        if turn >= 2:
-            for name, start, stop in events:
-                times[name].append(start.elapsed_time(stop) * 1e3)
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
-def read_bandwidth() -> float:
-    """Bytes a second of a sum over 2 GiB."""
-    buffer = torch.ones(1 << 29, dtype=torch.float32, device="cuda")
-    us = medians_us({"sum": capture(lambda: buffer.sum())}, 5)["sum"]
-    return buffer.nbytes / us * 1e6
-
-
 def ready(name: str, slots: int, spec_tokens: int) -> Sampler:
     """A sampler whose slots all have the setting, prepared for capture."""
-    sampler = Sampler(VOCAB, slots, spec_tokens, "standard", "cuda")
+    sampler = Sampler(VOCAB, slots, spec_tokens, "standard", str(gpu()))
     for slot in range(slots):
         sampler.assign(slot, SETTINGS[name], range(100, 200), range(200, 260))
     sampler.prepare(sampler.stages)
@@ -206,13 +165,13 @@ def ready(name: str, slots: int, spec_tokens: int) -> Sampler:
 def time_rows(rows: int, bandwidth: float, rounds: int, failed: list[str]) -> dict[str, dict[str, float]]:
     """One table row for each case that has so many rows; sampling B = rows, windows B = rows / (k + 1)."""
     calls = max(8, int(ROTATED_BYTES / (rows * VOCAB * 2)))
-    make = torch.Generator("cuda").manual_seed(0)
+    make = torch.Generator(gpu()).manual_seed(0)
     # 10 or so tokens of weight among many, as text has
-    logits = torch.randn(calls, rows, VOCAB, generator=make, device="cuda", dtype=torch.bfloat16).mul_(3)
+    logits = torch.randn(calls, rows, VOCAB, generator=make, device=gpu(), dtype=torch.bfloat16).mul_(3)
     flat = logits.mul(0.01)
-    slots = torch.arange(rows, device="cuda")
+    slots = torch.arange(rows, device=gpu())
     windows = max(1, rows // (K + 1))
-    drafts = torch.randint(VOCAB, (windows, K), generator=make, device="cuda")
+    drafts = torch.randint(VOCAB, (windows, K), generator=make, device=gpu())
     none = drafts[:, :0]
     row_bytes = roofline_bytes.draw_tokens(rows, VOCAB)
     cases: dict[str, tuple[float, Callable[[], Callable[[int], object]]]] = {}
@@ -255,14 +214,14 @@ def time_rows(rows: int, bandwidth: float, rounds: int, failed: list[str]) -> di
     for name, (_, build) in cases.items():
         try:
             run = build()
-            graphs[name] = capture(lambda run=run: [run(i) for i in range(calls)])
+            graphs[name] = load_and_capture(lambda run=run: [run(i) for i in range(calls)])
         except Exception:  # the other cases still get times
             failed.append(f"{name}, {rows} rows")
             say(f"FAILED {name}, {rows} rows\n{traceback.format_exc()}")
     found: dict[str, dict[str, float]] = {}
     say(f"\n{rows} rows{'':28}      us   MB      floor us   of floor")
-    for name, total in medians_us(graphs, rounds).items():
-        us, needed = total / calls, cases[name][0]
+    for name, us in medians_us(graphs, calls, rounds).items():
+        needed = cases[name][0]
         floor = needed / bandwidth * 1e6
         say(f"  {name:36}{us:8.2f}{needed / 1e6:8.2f}{floor:10.2f}{floor / us:10.1%}")
         found[name] = {
@@ -277,7 +236,7 @@ def time_rows(rows: int, bandwidth: float, rounds: int, failed: list[str]) -> di
 def time_host() -> dict[str, float]:
     """Microseconds that the host spends on one assignment and its release, the device being idle."""
     found: dict[str, float] = {}
-    sampler = Sampler(VOCAB, 2, K, "standard", "cuda")
+    sampler = Sampler(VOCAB, 2, K, "standard", str(gpu()))
     for name, params in SETTINGS.items():
         times = []
         for _ in range(20):

@@ -12,20 +12,33 @@ The page table holds 262144 tokens, as a server's does, but for the contexts mar
 """
 
 import argparse
-import faulthandler
 import json
 import math
 import statistics
-import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.harness import (
+    BANDWIDTH,
+    ROTATED_BYTES,
+    capture,
+    describe,
+    elapsed_us,
+    follow,
+    give_up_after,
+    gpu,
+    medians_us,
+    say,
+    start,
+    stopwatch,
+    write_json,
+)
 from stepfloor.kernels.qsa_attend import (
     qsa_attend,
     qsa_attend_inputs,
@@ -48,7 +61,6 @@ ATTENTION = (SHAPE.heads, SHAPE.kv_heads, SHAPE.head_dim)
 INDEXER = (SHAPE.index_heads, SHAPE.index_dim, SHAPE.ratio)
 ROTARY, PAGE, LONGEST = 64, 64, 262144
 LAYERS = 12
-ROTATED_BYTES = 250e6  # four times the L2
 CACHE_BYTES = 70e9
 DECODE = [(1, 1), (4, 1), (16, 1), (1, 4), (4, 4), (16, 4)]
 CONTEXTS = [(700, 2048), (700, LONGEST), (8192, LONGEST), (131072, LONGEST)]  # tokens, tokens the table holds
@@ -60,19 +72,18 @@ def main() -> int:
     """Run the parts one after the other; 1 if one fails."""
     options = parse()
     if options.run is not None:
-        faulthandler.dump_traceback_later(options.limit_s, exit=True)
-        say(json.dumps(RUN[options.run](options, torch.device("cuda", 0))))
+        give_up_after(options.limit_s)
+        say(json.dumps(RUN[options.run](options, gpu())))
         return 0
-    begin = time.perf_counter()
-    say(describe(torch.device("cuda", 0)))
+    stamp = stopwatch()
+    say(describe(gpu()))
     results: dict[str, object] = {}
     for part in options.part:
         results[part] = run_part(part, options)
-        say(f"[{time.perf_counter() - begin:5.1f} s] {part} {'failed' if results[part] is None else 'done'}\n")
+        stamp(f"{part} {'failed' if results[part] is None else 'done'}\n")
     failed = [part for part, result in results.items() if result is None]
-    line = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__, "failed": failed, **results}
-    if options.json is not None:
-        options.json.write_text(json.dumps(line, indent=1))
+    line = {"gpu": torch.cuda.get_device_name(gpu()), "torch": torch.__version__, "failed": failed, **results}
+    write_json(options.json, line)
     say(json.dumps(line, separators=(",", ":")))
     return int(bool(failed))
 
@@ -81,7 +92,7 @@ def parse() -> argparse.Namespace:
     """Arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--bandwidth", type=float, default=4.65e12)
+    parser.add_argument("--bandwidth", type=float, default=BANDWIDTH)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--limit-s", type=int, default=90, help="give up a part with a traceback after this long")
@@ -89,26 +100,11 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def describe(device: torch.device) -> str:
-    """What the numbers belong to."""
-    p = torch.cuda.get_device_properties(device)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return (
-        f"{p.name}, {p.multi_processor_count} multiprocessors, torch {torch.__version__}, CUDA {torch.version.cuda}, "
-        f"commit {commit.stdout.strip() or 'unknown'}"
-    )
-
-
 def run_part(part: str, options: argparse.Namespace) -> object:
     """Its result, the last line it prints; None if it fails. What it says is passed on line by line."""
-    command = [sys.executable, "-m", "benchmarks.sparse_attention", "--run", part, "--rounds", str(options.rounds)]
-    command += ["--bandwidth", str(options.bandwidth), "--limit-s", str(options.limit_s)]
-    last = ""
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        for line in process.stdout or ():
-            if last:
-                say(last)
-            last = line.rstrip()
+    arguments = ["--run", part, "--rounds", str(options.rounds), "--bandwidth", str(options.bandwidth)]
+    process = start("benchmarks.sparse_attention", *arguments, "--limit-s", str(options.limit_s))
+    last = follow(process)
     if process.returncode == 0:
         return json.loads(last)
     say(last)
@@ -158,26 +154,26 @@ def check_prepare(b: int, r: int, context: int, device: torch.device) -> str:
     """One value in a hundred may be rounded the other way: squares are summed in another order."""
     runs = []
     for operator in (qsa_prepare, qsa_prepare_reference):
-        inputs = qsa_prepare_inputs(b, r, context, SHAPE, BF16, str(device))
+        inputs: dict[str, Any] = qsa_prepare_inputs(b, r, context, SHAPE, BF16, str(device))
         outputs = operator(**inputs)
         cache = inputs["cache"]
         if not isinstance(cache, SparseCache):
             raise TypeError(f"qsa_prepare_inputs gave {type(cache)}")
         runs.append((*outputs, cache.keys, cache.values, cache.block_keys, cache.raw_keys))
     names = ("q", "gate", "index_q", "keys", "values", "block keys", "raw keys")
-    return "".join(differs(n, *pair, 0.01) for n, *pair in zip(names, *runs, strict=True))
+    return "".join(differs(n, a, b, 0.01) for n, a, b in zip(names, *runs, strict=True))
 
 
 def check_select(b: int, r: int, context: int, device: torch.device) -> str:
     """A row in fifty may decide a near tie otherwise."""
-    inputs = qsa_select_inputs(b, r, context, *INDEXER, SHAPE.topk, BF16, str(device))
+    inputs: dict[str, Any] = qsa_select_inputs(b, r, context, *INDEXER, SHAPE.topk, BF16, str(device))
     rows = (qsa_select(**inputs) != qsa_select_reference(**inputs)).any(-1)
     return "" if float(rows.float().mean()) <= 0.02 else f"{int(rows.sum())} of {rows.numel()} rows differ"
 
 
 def check_attend(b: int, r: int, context: int, device: torch.device) -> str:
     """Each side rounds weights, sum, gate and product once, by at most 2**-8, of which the mean square root is half."""
-    inputs = qsa_attend_inputs(b, r, context, *ATTENTION, SHAPE.ratio, SHAPE.topk, BF16, str(device))
+    inputs: dict[str, Any] = qsa_attend_inputs(b, r, context, *ATTENTION, SHAPE.ratio, SHAPE.topk, BF16, str(device))
     ours, wanted = qsa_attend(**inputs).double(), qsa_attend_reference(**inputs).double()
     off = float((ours - wanted).square().mean().sqrt() / wanted.square().mean().sqrt())
     return "" if off <= 2.0**-7 else f"root mean square of the difference is {off:.2g} of the result's"
@@ -290,7 +286,8 @@ def time_decode(
         "attend": lambda cache: layers.attend(q, gate, selected, cache),
         "all": layers.all,
     }
-    times = medians_us({name: capture(run, layers.caches) for name, run in runs.items()}, len(layers.caches), options)
+    graphs = {name: chain(run, layers.caches) for name, run in runs.items()}
+    times = medians_us(graphs, len(layers.caches), options.rounds)
     floors = floors_us(b, r, context, options.bandwidth)
     short = table < LONGEST
     megabytes, floor = floors["all"][0] / 1e6, floors["all"][1]
@@ -309,34 +306,16 @@ def time_decode(
     }
 
 
-def capture(run: Callable[[SparseCache], object], caches: list[SparseCache]) -> torch.cuda.CUDAGraph:
+def chain(run: Callable[[SparseCache], object], caches: list[SparseCache]) -> torch.cuda.CUDAGraph:
     """A graph of one call for each cache, in a row."""
     run(caches[0])  # compiles
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def every() -> None:  # a result is freed when the next call is queued: all together they would fill the L2
         for cache in caches:
             run(cache)
-    return graph
 
-
-def medians_us(graphs: dict[str, torch.cuda.CUDAGraph], calls: int, options: argparse.Namespace) -> dict[str, float]:
-    """Time of one call in each graph: medians over rounds whose order alternates."""
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    for turn in range(options.rounds + 2):
-        order = list(graphs) if turn % 2 else list(reversed(graphs))
-        events = []
-        for name in order:
-            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graphs[name].replay()
-            stop.record()
-            events.append((name, start, stop))
-        torch.cuda.synchronize()
-        if turn >= 2:
-            for name, start, stop in events:
-                times[name].append(start.elapsed_time(stop) * 1e3 / calls)
-    return {name: statistics.median(values) for name, values in times.items()}
+    return capture(every)
 
 
 # ---------------------------------------------------------------------- chunks and pieces
@@ -365,17 +344,13 @@ def chunk(options: argparse.Namespace, device: torch.device) -> list[dict[str, o
 def time_calls(run: Callable[[SparseCache], object], caches: list[SparseCache], rounds: int) -> float:
     """Median ms of a call."""
     run(caches[0])
-    times = []
-    for _ in range(rounds):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        start.record()
+    torch.cuda.synchronize()
+
+    def every() -> None:
         for cache in caches:
             run(cache)
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop) / len(caches))
-    return statistics.median(times)
+
+    return statistics.median(elapsed_us(every) for _ in range(rounds)) / 1e3 / len(caches)
 
 
 def pieces(options: argparse.Namespace, device: torch.device) -> list[dict[str, object]]:
@@ -403,8 +378,8 @@ def pieces(options: argparse.Namespace, device: torch.device) -> list[dict[str, 
             ) -> Tensor:
                 return layers.attend(q, g, s, c, piece=size)
 
-            graphs[str(size)] = capture(run, layers.caches)
-        times = medians_us(graphs, len(layers.caches), options)
+            graphs[str(size)] = chain(run, layers.caches)
+        times = medians_us(graphs, len(layers.caches), options.rounds)
         say(f"{context:>20}{f'{b} x {r}':>8}" + "".join(f"{us:9.2f}" for us in times.values()))
         lines.append({"context": context, "sequences": b, "rows": r, "us": {n: round(t, 2) for n, t in times.items()}})
         torch.cuda.empty_cache()
@@ -417,11 +392,6 @@ RUN: dict[str, Callable[[argparse.Namespace, torch.device], object]] = {
     "chunk": chunk,
     "pieces": pieces,
 }
-
-
-def say(text: str) -> None:
-    """Print at once: a hang shows where."""
-    print(text, flush=True)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepfloor.kernels.gdn_decode import DeltaConstants, gdn_decode
+from stepfloor.kernels._delta import DeltaConstants
+from stepfloor.kernels.gdn_decode import gdn_decode
 from stepfloor.kernels.gdn_prefill import gdn_prefill
 from tests.kernels.source import Recording
 
