@@ -9,6 +9,7 @@ import torch
 
 from stepfloor.cache.tensors import allocate, pages_per_sequence
 from stepfloor.config import EngineConfig
+from stepfloor.kernels import qsa_select
 from stepfloor.roofline import memory
 from stepfloor.roofline.memory import (
     Capacity,
@@ -219,8 +220,15 @@ def test_graphs_are_those_that_the_step_captures() -> None:
 
 
 def test_block_scores_of_a_million_tokens() -> None:
-    """4 rows by 250 K columns are 4 MB, as reported for a pass and layer."""
+    """4 rows by 250 K columns are 4 MB, as reported for a pass and layer; a chunk's are made in runs of rows."""
     assert memory.index_score_bytes(4, 1_000_000, 4) == 4_000_000
+    assert memory.SCORE_WORKSPACE_BYTES == qsa_select.WORKSPACE_BYTES
+    assert qsa_select._tile(8192, torch.bfloat16)[0] == memory.SCORE_TILE_ROWS
+    million = replace(RELEASED, max_position_embeddings=1 << 20)
+    for context, rows in ((32_768, 6400), (262_144, 800), (1_000_000, 209), (1 << 20, 200)):
+        asked = EngineConfig(max_model_len=context, max_num_batched_tokens=8192)
+        planned = line(plan_memory(million, {}, asked, MANY), "workspace: block scores")
+        assert planned == rows * context
 
 
 def test_two_devices() -> None:

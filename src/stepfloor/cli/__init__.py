@@ -45,6 +45,6 @@ def main() -> None:
     except OSError as error:
         # a file that is gone, no right to it, a full disk
         what = "" if error.filename is None else f"{error.filename} cannot be used: "
-        hint = "free some space" if error.errno == errno.ENOSPC else "pass another path"
-        print(f"stepfloor: {what}{error.strerror or error}; {hint}", file=sys.stderr)
+        hint = "; free some space" if error.errno == errno.ENOSPC else "; pass another path" if what else ""
+        print(f"stepfloor: {what}{error.strerror or error}{hint}", file=sys.stderr)
         raise SystemExit(UserError.exit_code) from None

@@ -98,7 +98,7 @@ def overrides_of(text: str | None) -> dict[str, Any]:
 def _name(param: typer.CallbackParam) -> str:
     """An option as the user writes it."""
     name = param.opts[-1]
-    return name if name.startswith("-") else str(param.metavar or name.upper()).strip("[]")
+    return name if name.startswith("-") else (param.metavar or name.upper()).strip("[]")
 
 
 AnyModel = Annotated[

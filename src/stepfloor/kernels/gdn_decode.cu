@@ -54,7 +54,7 @@ constexpr int ALL = KEPT + ROWS;
 static_assert(HEADS % KEY_HEADS == 0 && V % (COLS * PARTS) == 0, "shape");
 static_assert(WIDTH % 8 == 0 && CHANNELS % 8 == 0 && (HEADS * V) % 8 == 0 && ALL <= 32, "shape");
 
-// Shared memory, bytes from the start; shared_bytes of gdn_decode.py is the end.
+// Shared memory, bytes from the start; shared_bytes of _delta_fused.py is the end.
 constexpr int STAGE = 0;                                  // [HISTORY + KEPT][OWN] bf16: the history, then pending rows
 constexpr int FRESH = STAGE + (HISTORY + KEPT) * OWN * 2;  // [ROWS][OWN] bf16: new rows
 constexpr int GATE = FRESH + ROWS * OWN * 2;               // [ROWS][WIDTH] bf16: z

@@ -28,7 +28,7 @@ constexpr int GATES_VALUE = (ROWS + ALL) * K * 4;         // decays and betas [2
 constexpr int MIXED = GATES_VALUE + (2 * GATES + ALL * V) * 4;  // [ROWS][V] float
 constexpr int SQUARES = MIXED + ROWS * V * 4;             // [ROWS][HEAD_WARPS]
 constexpr int SET_BYTES = (SQUARES + ROWS * HEAD_WARPS * 4 + 15) / 16 * 16;
-// Shared memory, bytes from the start: states, sets, barriers. state_bytes of gdn_decode.py is the end.
+// Shared memory, bytes from the start: states, sets, barriers. state_bytes of _delta_split.py is the end.
 constexpr int FIRST_SET = RING * STATE_BYTES;
 constexpr int SET_READY = FIRST_SET + 2 * SET_BYTES;  // [2] barriers each, then [RING] each
 constexpr int SET_FREE = SET_READY + 16, STATE_READY = SET_FREE + 16, STATE_FREE = STATE_READY + RING * 8;

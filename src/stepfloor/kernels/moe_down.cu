@@ -1,5 +1,5 @@
 // y = sum over a row's choices of w (h D_e^T) + shared gate * (shared hidden D_s^T), experts in NVFP4 or FP8, the shared expert in bf16 or FP8.
-// Source: moe_down.py, which states the plan that the macros below repeat; include/expert_sums.cuh for the formats.
+// Source: _down_few.py, which states the plan that the macros below repeat; include/expert_sums.cuh for the formats.
 //
 // A cluster owns up to TILES of 16 output rows. Its warps take (entry of the expert list, tile) in turn, with no barrier in
 // between, each warp both halves of the columns or a pair of warps one half each: a piece of weights and the rows of h it

@@ -1,5 +1,5 @@
 // y = sum over a row's choices of w (h D_e^T) + shared gate * (shared hidden D_s^T) for many rows, NVFP4 experts, bf16 shared
-// expert: the products of all pairs (row, choice), then their sums. Source: moe_down.py, which states the plan that the
+// expert: the products of all pairs (row, choice), then their sums. Source: _down_many.py, which states the plan that the
 // macros below repeat; include/experts.cuh for the format.
 //
 // Four tiles of 16 output rows are streamed at once, by eight warps: each has a tile and half of the columns, and the

@@ -38,6 +38,8 @@ HOST_RESERVE_BYTES = 4 * _GIB
 # a row of the table may straddle two blocks of a disk; this many reads are under way at once
 DIRECT_READS, _BLOCK_BYTES = 4096, 4096
 _MAX_SEQUENCES = 256
+# block scores of a prompt chunk are made for so many bytes of rows at a time, a tile at least (kernels.qsa_select)
+SCORE_WORKSPACE_BYTES, SCORE_TILE_ROWS = 200 * _MIB, 64
 SAMPLER_STAGE_SETS = 4  # step.STAGE_SETS, which lies above this room: a graph each
 
 
@@ -67,7 +69,6 @@ class Placement:
     kv_dtype       of keys and values; block keys and index keys stay in the activations' type
     state_copies   recurrent states kept beside the running ones, for prefix reuse; host_state_copies  on the host
     expert_workspace_bytes  most that a prefill may take to decode one layer's experts to bf16
-    score_rows     rows of a prompt chunk whose block scores are in memory at once; None is all of them
     """
 
     table: TablePlace = "device"
@@ -75,7 +76,6 @@ class Placement:
     state_copies: int = 0
     host_state_copies: int = 0
     expert_workspace_bytes: int = 5 * _GIB
-    score_rows: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,7 +340,8 @@ def _work_lines(
     per_row = _activation_values(config, shards) * activation_bytes
     # what a row's logits pass through: as they come, processed in float32, once more while filtered, and their log
     logits = decode_rows * vocab * (activation_bytes + 3 * FP32_BYTES)
-    scored = max(decode_rows, min(chunk, placement.score_rows or chunk))
+    scored_at_once = SCORE_WORKSPACE_BYTES // index_score_bytes(1, engine.max_model_len, config.indexer_compress_ratio)
+    scored = max(decode_rows, min(chunk, max(SCORE_TILE_ROWS, scored_at_once)))
     scores = index_score_bytes(scored, engine.max_model_len, config.indexer_compress_ratio)
     rope = 2 * (engine.max_model_len + 3 * k + 1) * config.rope.dim * activation_bytes
     decoded = _decoded_experts(config, weights, chunk, shards)
@@ -355,7 +356,7 @@ def _work_lines(
             "workspace: experts", min(decoded, placement.expert_workspace_bytes), "device", "at most: bf16 in prefill"
         ),
         Line("workspace: activations", max(chunk, decode_rows) * per_row, "device", f"at most: {chunk} rows"),
-        Line("workspace: block scores", scores, "device", f"at most: {scored} rows"),
+        Line("workspace: block scores", scores, "device", f"at most: {scored} rows at a time"),
         Line("workspace: logits", logits, "device", f"at most: {decode_rows} rows"),
         Line("graphs", graphs * (decode_rows * per_row // 8 + 16 * _MIB), "device", f"at most: {graphs} of them"),
     ]

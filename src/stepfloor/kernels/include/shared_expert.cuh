@@ -1,5 +1,5 @@
 // The shared expert's matrix as moe_down's kernels read it: [tile of 16 rows][step of 64 columns][codes, then powers].
-// Source: moe_down.py, which writes it.
+// Source: _shared_expert.py, which writes it.
 #pragma once
 
 #include "e4m3.cuh"
