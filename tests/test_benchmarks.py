@@ -332,6 +332,7 @@ def test_experts(
     assert re.search(r"^ +16 +8  pair +\S.* \+ .* \d", printed, re.MULTILINE)
 
 
+@pytest.mark.slow  # 11 s of a core
 @pytest.mark.usefixtures("small_experts")
 def test_experts_of_other_formats(
     compiled: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -474,6 +475,7 @@ def test_hyper_connection(
     assert "target down M=4: 4.2 us" in printed
 
 
+@pytest.mark.slow  # 15 s of a core
 def test_edges(
     compiled: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
