@@ -14,10 +14,11 @@ from torch import Tensor
 
 from stepfloor.formats.codec import PackedWeight, stack_rows
 from stepfloor.kernels._choose_form import plan_stream
+from stepfloor.kernels._experts import contiguous_rows
 from stepfloor.kernels._forms import MAX_ROWS, Variant, kernel_macros, shared_bytes
 from stepfloor.kernels._jit import Launch, compile_cuda, device_arch
 from stepfloor.kernels._stream import WARPS, StreamPlan
-from stepfloor.kernels._stream_product import StreamedWeight, aligned, pack_arguments
+from stepfloor.kernels._stream_product import StreamedWeight, pack_arguments
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,7 +110,7 @@ def pair_variant(plans: PairPlan, rows: int) -> Variant:
 
 def pair_product(x: Tensor, pair: StreamedPair, out: Tensor, variant: Variant | None = None) -> None:
     """Queue x [T, K] times both matrices into out [T, N], as stream_product does for one."""
-    x = aligned(x)
+    x = contiguous_rows(x)
     chosen = variant or pair_variant(pair.plans, x.shape[0])
     launch = pair_launch(pair.plans, chosen, x.device, pair.first.cache_dir)
     for first in range(0, x.shape[0], chosen.max_rows):

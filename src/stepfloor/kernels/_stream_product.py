@@ -14,6 +14,7 @@ from torch import Tensor
 
 from stepfloor.formats.codec import PackedWeight
 from stepfloor.kernels._choose_form import choose_variant, has_warpgroups, with_clusters
+from stepfloor.kernels._experts import contiguous_rows
 from stepfloor.kernels._forms import Variant, block_threads, kernel_macros, shared_bytes, spread_clusters
 from stepfloor.kernels._jit import Launch, compile_cuda, device_arch
 from stepfloor.kernels._stream import WARPS, StreamPlan, dense_matrix, unpack_tape
@@ -55,7 +56,7 @@ class StreamedWeight:
 def stream_product(x: Tensor, weight: StreamedWeight, out: Tensor, variant: Variant | None = None) -> None:
     """Queue x [T, K] times a streamed matrix into out [T, N], both bf16 on the weight's device, rows contiguous."""
     plan = weight.plan
-    x = aligned(x)
+    x = contiguous_rows(x)
     if variant is None:
         variant = choose_variant(plan, x.shape[0], has_warpgroups(x.device))
     chosen = fit_variant(plan, variant, x.device, weight.cache_dir)
@@ -63,11 +64,6 @@ def stream_product(x: Tensor, weight: StreamedWeight, out: Tensor, variant: Vari
     for first in range(0, x.shape[0], chosen.max_rows):
         part, to = x[first : first + chosen.max_rows], out[first:]
         launch(pack_arguments(weight.tape, part, to, weight.scales))
-
-
-def aligned(x: Tensor) -> Tensor:
-    """x itself or a copy: rows are read 16 bytes at a time."""
-    return x.contiguous() if x.stride(-1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16 else x
 
 
 def pack_arguments(tape: Tensor, x: Tensor, out: Tensor, scales: Tensor | None = None) -> bytes:
