@@ -42,9 +42,7 @@ def product_bound(x: Tensor, weight: PackedWeight) -> Tensor:
     return (x.double() @ w.T).abs() * HALF_STEP + (x.shape[1] + 4) * 2.0**-24 * (x.double().abs() @ w.abs().T)
 
 
-def down_faults(
-    ours: Sequence[Tensor], reference: Sequence[Tensor], weight: PackedWeight, library: bool = False
-) -> list[str]:
+def down_faults(ours: Sequence[Tensor], reference: Sequence[Tensor], weight: PackedWeight) -> list[str]:
     """What is wrong with hc_down's four results.
 
     The residual is equal to the bit; n within a step; low and the write weights within what that moves in the product.
@@ -54,12 +52,11 @@ def down_faults(
     # two roundings of float32 values that differ by a few 2**-24: equal, or neighbours
     found += outside("normed", ours[1], reference[1], 2 * HALF_STEP * normed.abs())
     # Rounding flips where n lies within a few 2**-24 of a midpoint between steps of 2**-8, in far less than one n of a
-    # hundred; those terms move by a step. The library may round parts of a sum to bf16 before it adds them, by half a
-    # step of something of the size of the whole each. Errors of terms are independent: eight times the root of their
-    # squares is passed once in 1e15. float32 sums add K 2**-24 of the magnitudes.
+    # hundred; those terms move by a step. Errors of terms are independent: eight times the root of their squares is
+    # passed once in 1e15. float32 sums add K 2**-24 of the magnitudes.
     w = weight.dequantize().double()
     terms = (normed.square() @ w.T.square()).sqrt()
-    moved = 8 * (1.0 if library else 0.1) * 2 * HALF_STEP * terms
+    moved = 8 * 0.1 * 2 * HALF_STEP * terms
     moved = moved + w.shape[1] * 2.0**-24 * (normed.abs() @ w.T.abs()) + 2 * HALF_STEP * (normed @ w.T).abs()
     rank = reference[2].shape[1]
     for name, index, rows, slope in (("low", 2, slice(0, rank), 1.1), ("weights", 3, slice(rank, None), 0.5)):

@@ -157,10 +157,10 @@ def test_down_against_the_reference(write: bool, inject: bool, name: str, tmp_pa
         assert all(torch.equal(a, b[:rows]) for a, b in zip(ours, full, strict=True))
     library = hc_down(**{**inputs, "down": down})
     if name != "fp8_channel":  # whose weights the library gets rounded to bf16
-        assert down_faults(library, wanted, weight, library=True) == []
+        assert down_faults(library, wanted, weight) == []
     else:
         rounded = PackedWeight("bf16", weight.shape, weight.dequantize().to(torch.bfloat16))
-        assert down_faults(library, hc_down_reference(**{**inputs, "down": (rounded,)}), rounded, library=True) == []
+        assert down_faults(library, hc_down_reference(**{**inputs, "down": (rounded,)}), rounded) == []
 
 
 @pytest.mark.gpu

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from stepfloor.formats.codec import PackedWeight, quantize
-from stepfloor.kernels import _choose_form
 from stepfloor.kernels._choose_form import choose_variant, plan_stream, with_clusters
 from stepfloor.kernels._forms import MAX_ROWS, Variant, kernel_macros, shared_bytes, spread_clusters
 from stepfloor.kernels._jit import compile_cuda, missing_for_cuda
@@ -195,26 +194,22 @@ def test_plans_of_the_model(n: int, k: int, name: str) -> None:
         assert (other.split, other.slices, other.steps, other.grain) == order
 
 
-@pytest.mark.parametrize("share", [True, False])
-def test_many_rows_are_one_reading_of_the_weights(share: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_rows_are_one_reading_of_the_weights() -> None:
     """17 to 80 rows through tiles of 16 would read the weights once for each."""
-    monkeypatch.setattr(_choose_form, "SHARE", share)
     for name in ("bf16", "fp8_channel", "mxfp8", "nvfp4"):
         for n, k in ((248320, 2560), (16480, 2560), (2560, 6144), (1793, 2560)):
             plan = plan_stream(n, k, 132, format_name=name)
             for rows in (16, 17, 33, 64, 80):
                 big = choose_variant(plan, rows)
-                small = 3 if share else 2 if rows > 16 else 0
-                assert big.form == (small if n < 10_000 else int(rows > 16))
+                assert big.form == (3 if n < 10_000 else int(rows > 16))
                 for variant in (big, choose_variant(plan, rows, warpgroups=False)):
                     assert variant.max_rows >= rows
                     assert shared_bytes(plan, variant) <= SHARED_LIMIT
                     assert not variant.across_blocks or spread_clusters(plan, variant) * WARPS <= 132
 
 
-def test_fewer_clusters_keep_their_kernel_or_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_clusters_keep_their_kernel_or_spread() -> None:
     """A device that runs few clusters at once must not get more rows than warpgroups hold, nor too much memory."""
-    monkeypatch.setattr(_choose_form, "SHARE", True)
     plan = plan_stream(2560, 6144, 132)
     chosen = choose_variant(plan, 64)
     for clusters in range(1, 16):
@@ -227,8 +222,7 @@ def test_fewer_clusters_keep_their_kernel_or_spread(monkeypatch: pytest.MonkeyPa
 @pytest.mark.skipif(NO_NVRTC is not None, reason=NO_NVRTC or "")
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
 @pytest.mark.parametrize(("n", "k"), [(16480, 2560), (336, 10240), (10240, 320), (5301, 4096), (2560, 6144)])
-def test_compiles(n: int, k: int, arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_choose_form, "SHARE", True)
+def test_compiles(n: int, k: int, arch: str, tmp_path: Path) -> None:
     plan = plan_stream(n, k, 132)
     variants = {choose_variant(plan, rows, arch == "sm_90a") for rows in (8, 16, 80)}
     for variant in variants:

@@ -160,7 +160,9 @@ def test_tiled_weights_on_the_cpu_are_the_reference(name: str, tmp_path: Path) -
 @pytest.mark.gpu
 @GPU
 @pytest.mark.parametrize("name", list(FORMATS))
-@pytest.mark.parametrize(("d", "width", "experts", "topk"), [(2560, 640, 512, 10), (256, 48, 8, 2), (1040, 16, 33, 3)])
+@pytest.mark.parametrize(
+    ("d", "width", "experts", "topk"), [(2560, 640, 512, 10), (2560, 640, 24, 10), (256, 48, 8, 2), (1040, 16, 33, 3)]
+)
 def test_gate_up_against_float64(d: int, width: int, experts: int, topk: int, name: str, tmp_path: Path) -> None:
     """Right values, and a row's bits independent of the other rows."""
     experts = min(experts, 512 if name == "nvfp4" else 64)  # the inputs are made from float32 matrices
@@ -304,7 +306,7 @@ def test_formats_may_be_mixed(tmp_path: Path) -> None:
     """bf16 gate/up before the streamed down kernel, which reads ids early; a shared expert that it cannot take."""
     first: dict[str, Any] = moe_gate_up_inputs(4, 2560, 640, 32, 10, "bf16", torch.bfloat16, "cuda")
     second: dict[str, Any] = moe_down_inputs(4, 2560, 640, 640, 32, 10, "nvfp4", torch.bfloat16, "cuda")
-    second["shared_down"] = (quantize(second["shared_down"][0].dequantize(), "fp8_channel"),)
+    second["shared_down"] = (quantize(second["shared_down"][0].dequantize(), "nvfp4"),)
     down, shared = moe_down_repack(second["down"], second["shared_down"], 10, "cuda", tmp_path)
     assert isinstance(down, TiledExperts)
     assert isinstance(shared[0], PackedWeight)

@@ -21,10 +21,6 @@ from stepfloor.kernels._forms import (
 )
 from stepfloor.kernels._stream import CODINGS, SHARED_LIMIT, STEP_COLUMNS, WARPS, StreamPlan, largest_divisor
 
-# Whether small matrices have the share kernel at 9 to 80 rows. It is right on the host, and its parts were on an H200,
-# bit for bit and faster (benchmarks/linear-h200.md); as a whole it has not run on a GPU. Until then, spread and ring.
-SHARE = False
-
 
 def plan_stream(
     n: int, k: int, multiprocessors: int, split: int | None = None, format_name: str = "bf16"
@@ -78,7 +74,7 @@ def choose_variant(plan: StreamPlan, rows: int, warpgroups: bool = True) -> Vari
     tiles = min(-(-rows // 16), MAX_ROWS // 16)
     if warpgroups and tiles > 1 and (group := group_variant(plan, tiles)) is not None:
         return group
-    if SHARE and warpgroups and (share := share_variant(plan, tiles)) is not None:
+    if warpgroups and (share := share_variant(plan, tiles)) is not None:
         return share
     if tiles == 1:
         return Variant(1, True)

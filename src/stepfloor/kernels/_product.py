@@ -51,7 +51,22 @@ def library_product(x: Tensor, weight: PackedWeight) -> Tensor:
     if weight.format == "fp32":
         return F.linear(x.float(), weight.data).to(x.dtype)
     matrix = weight.data if weight.format == "bf16" else weight.dequantize()
-    return F.linear(x, matrix.to(x.dtype))
+    return dense_product(x, matrix.to(x.dtype))
+
+
+def dense_product(x: Tensor, matrix: Tensor, out: Tensor | None = None) -> Tensor:
+    """The library's product of x [T, K] and matrix [N, K] in one dtype, float32 inside and rounded once.
+
+    Left to itself, cuBLAS cuts K for some shapes (100 rows and 513 columns, say) and rounds the parts to bf16 before it
+    adds them: values are then off by twice the bound of one rounding (H200). The setting is the process's: put back.
+    """
+    settings = torch.backends.cuda.matmul
+    before = settings.allow_bf16_reduced_precision_reduction
+    settings.allow_bf16_reduced_precision_reduction = False
+    try:
+        return torch.mm(x, matrix.T, out=out)
+    finally:
+        settings.allow_bf16_reduced_precision_reduction = before
 
 
 def slices_of(n: int, k: int) -> int:

@@ -119,7 +119,10 @@ extern "C" __global__ void __launch_bounds__(512, 1) gdn_state_kernel(const __gr
       const Four four = *(const Four*)(state + state_row(i, depth) * V * 4);
       share.m[i][0] = four.x, share.m[i][1] = four.y, share.m[i][2] = four.z, share.m[i][3] = four.w;
     }
-    const auto leave = [&] { barrier_arrive(base + STATE_FREE + 8 * at); };
+    const auto leave = [&] {
+      operands_stored();  // and reads of this state are done (reads_done)
+      barrier_arrive(base + STATE_FREE + 8 * at);
+    };
     if (!accepted) leave();
     if (SETTLED && turn == 0) wait_for_predecessor();
     u64 z[CLOSED];
@@ -144,7 +147,6 @@ extern "C" __global__ void __launch_bounds__(512, 1) gdn_state_kernel(const __gr
 #pragma unroll
       for (int i = 0; i < QUADS * 4; i++)
         *(Four*)(state + state_row(i, depth) * V * 4) = Four{share.m[i][0], share.m[i][1], share.m[i][2], share.m[i][3]};
-      operands_stored();
       leave();
     }
 #pragma unroll 1

@@ -36,7 +36,6 @@ from functools import cache
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from stepfloor.formats.codec import PackedWeight, quantize
@@ -52,7 +51,7 @@ from stepfloor.kernels._jit import (
     tl,
     triton,
 )
-from stepfloor.kernels._product import packed_product
+from stepfloor.kernels._product import dense_product, packed_product
 from stepfloor.kernels._stream import (
     ROW_CAPACITIES,
     WARPS,
@@ -220,7 +219,7 @@ def hc_down(
         written, normed = launch_norms(residual, y, y_weights, norm_scale, streams, eps)
         if len(down) == 1 and isinstance(down[0], StreamedDown) and residual.dtype == torch.bfloat16:
             matrix = dense_matrix(down[0].tape, down[0].plan.stream, down[0].scales, down[0].cache_dir)
-            projected = F.linear(normed, matrix)
+            projected = dense_product(normed, matrix)
         else:
             projected = packed_product(normed, _stored(down))
         return written, normed, *launch_activations(projected, rank, streams)

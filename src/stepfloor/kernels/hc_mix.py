@@ -41,7 +41,7 @@ from stepfloor.kernels._jit import (
     tl,
     triton,
 )
-from stepfloor.kernels._product import packed_product
+from stepfloor.kernels._product import dense_product, packed_product
 from stepfloor.kernels._stream import (
     ROW_CAPACITIES,
     STEP_COLUMNS,
@@ -169,7 +169,7 @@ def hc_mix(low: Tensor, normed: Tensor, up: Sequence[PackedWeight | StreamedMix]
     if len(up) == 1 and isinstance(up[0], StreamedMix) and runs_triton(low) and low.dtype == torch.bfloat16:
         plan = up[0].plan
         matrix = dense_matrix(up[0].tape, plan.stream, up[0].scales, up[0].cache_dir, plan.order)
-        return launch_gates(F.linear(low, matrix), normed, streams)
+        return launch_gates(dense_product(low, matrix), normed, streams)
     plain = [w.unpack() if isinstance(w, StreamedMix) else w for w in up]
     if runs_triton(low):
         return launch_gates(packed_product(low, plain), normed, streams)

@@ -166,7 +166,7 @@ struct Ring {
   }
   DEVICE void release(int lane) {
     if (PIECES > SLOTS) {
-      __syncwarp();
+      reads_done();
       if (lane == 0 && issued < PIECES) issue(slot);
     }
     if (++slot == SLOTS) {

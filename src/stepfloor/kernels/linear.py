@@ -31,7 +31,7 @@ from stepfloor.kernels._pair import (
     pair_variant,
     plan_pair,
 )
-from stepfloor.kernels._product import packed_product
+from stepfloor.kernels._product import dense_product, packed_product
 from stepfloor.kernels._stream import (
     StreamPlan,
     dense_launch,
@@ -84,7 +84,7 @@ def _multiply(rows: Tensor, weight: StreamedWeight, out: Tensor) -> None:
         out.copy_(linear_reference(rows, (weight.unpack(),)))
     elif rows.shape[0] > MAX_ROWS:
         # prefill: the library multiplies, the copy of the matrix is a small part of so many rows
-        torch.mm(rows, weight.dense().T, out=out)
+        dense_product(rows, weight.dense(), out)
     elif rows.shape[0] > 0:
         stream_product(rows, weight, out)
 

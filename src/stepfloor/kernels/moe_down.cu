@@ -191,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) moe_down_kernel(co
       }
 #pragma unroll
     for (int h = 0; h < HALVES; h++) halves[h].close(scales_at + piece + h * HALF_BYTES);
-    __syncwarp();
+    reads_done();
     if (lane == 0 && asked.entry < entries) {
       issue_weights(asked, slot);
       issue_rows(asked, slot);

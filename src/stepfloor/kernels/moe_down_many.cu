@@ -179,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) moe_down_products_
       for (int i = 0; i < STEPS; i++) piece.add(codes, scales, i, x[2 * i], x[2 * i + 1]);
       piece.close(scales);
     }
-    __syncwarp();
+    reads_done();
     if (lane == 0) barrier_arrive(empty + 8 * slot);
     if (++slot == SLOTS) {
       slot = 0;

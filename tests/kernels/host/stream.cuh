@@ -282,6 +282,7 @@ inline void group_begin() {}
 inline void group_commit() {}
 inline void group_wait() {}
 inline void operands_stored() {}
+inline void reads_done() { __syncwarp(); }
 inline u16 to_bf16(float value) {
   u32 bits;
   memcpy(&bits, &value, 4);

@@ -102,6 +102,13 @@ DEVICE u64 evict_first_policy() {
   return policy;
 }
 
+// Before shared memory that this warp has read goes to a bulk copy again. Neither a barrier's arrival nor the copy waits for
+// loads that the warp has only issued: behind stores to a slow memory they wait longer than a copy takes, and read the next piece.
+DEVICE void reads_done() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  __syncwarp();
+}
+
 // Both addresses and the size are multiples of 16 bytes.
 DEVICE void bulk_copy(u32 to, const void* from, u32 bytes, u32 barrier, u64 policy) {
   asm volatile(
