@@ -10,6 +10,9 @@ too small is an out-of-memory error here. Beside it stands what was held at most
 it: rotary tables for the longest cell, which all cells share. The last cell reads the n-gram table from pinned host
 memory, beside one that reads it from the device.
 
+`--yarn 4 --contexts 1000000 --kv auto --no-pinned` goes to a million tokens: positions and their limit times four, as
+YaRN scales them.
+
 Prefill is timed once, with the first token; `prompt s` is its wall time. The floor counts keys and values in bf16.
 """
 
@@ -99,13 +102,13 @@ def main() -> int:
     def say(text: str) -> None:
         print(f"[{time.perf_counter() - begin:6.1f} s] {text}", file=sys.stderr, flush=True)
 
-    config = ModelConfig.read(options.config)
+    config = yarn_config(options.config, options.yarn)
     if options.table_fraction < 1:
         config = replace(
             config, ngram_vocab_size_base=max(97, int(config.ngram_vocab_size_base * options.table_fraction))
         )
     checkpoint = random_checkpoint(config, MIXES["a"])
-    cells = [(c, kv, "device") for c in options.contexts for kv in ("auto", "fp8")]
+    cells = [(c, kv, "device") for c in options.contexts for kv in options.kv]
     if options.pinned and options.device != "cpu":  # all memory of a CPU is alike
         pinned_at = min(max(options.contexts), options.pinned_context)
         cells += [(pinned_at, "auto", where) for where in ("device", "pinned")]
@@ -147,6 +150,8 @@ def parse() -> argparse.Namespace:
     """Arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contexts", type=lambda s: [int(v) for v in s.split(",")], default=[700, 8192, 65536, 262144])
+    parser.add_argument("--kv", type=lambda s: s.split(","), default=["auto", "fp8"], help="keys and values: auto, fp8")
+    parser.add_argument("--yarn", type=float, default=1.0, help="factor of YaRN, which the limit of positions has too")
     parser.add_argument("--spec-tokens", type=int, default=0)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--config", type=Path, default=FULL)
@@ -158,6 +163,18 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--limit-s", type=int, default=420, help="give up with a traceback after this long")
     return parser.parse_args()
+
+
+def yarn_config(path: Path, factor: float) -> ModelConfig:
+    """The config at a path, its rotary embedding and its limit of positions scaled by YaRN's factor."""
+    plain = ModelConfig.read(path)
+    if factor == 1:
+        return plain
+    raw = json.loads(path.read_text())
+    rope = raw.get("text_config", raw)["rope_parameters"]
+    limit = plain.max_position_embeddings
+    scaled = {**rope, "rope_type": "yarn", "factor": factor, "original_max_position_embeddings": limit}
+    return ModelConfig.read(path, {"rope_parameters": scaled, "max_position_embeddings": int(limit * factor)})
 
 
 def plan_of(options: argparse.Namespace, kv: str, table: str) -> Plan:

@@ -108,6 +108,12 @@ COMMANDS = (
         "table in pinned memory",
     ),
     Command(
+        "yarn",
+        "-m benchmarks.contexts --yarn 4 --contexts 1000000 --kv auto --no-pinned --limit-s 390 --commit {commit} --json {json}",
+        400,
+        "a context of 1,000,000 tokens with YaRN, every token of it prefilled",
+    ),
+    Command(
         "soak",
         "-m benchmarks.soak --tokens 20000 --commit {commit} --json {json}",
         150,
@@ -140,7 +146,12 @@ COMMANDS = (
     ),
     Command("pairs", "-m benchmarks.pairs", 60, "products of two formats in one launch"),
     Command("edges", "-m benchmarks.edges --commit {commit} --json {json}", 120, "the small operators of a step"),
-    Command("attention", "-m benchmarks.sparse_attention --json {json}", 120, "sparse attention: checks and times"),
+    Command(
+        "attention",
+        "-m benchmarks.sparse_attention --limit-s 230 --json {json}",
+        240,
+        "sparse attention: checks and times",
+    ),
     Command("sampling", "-m benchmarks.sampling --json {json}", 90, "what a draw costs, and 200,000 of them"),
 )
 

@@ -6,7 +6,17 @@ from typing import Annotated
 import typer
 
 from stepfloor.cli.environment import open_model, package_file, variables
-from stepfloor.cli.options import AsJson, KvCacheDtype, NgramTable, bounded, filled, new_file, writable
+from stepfloor.cli.options import (
+    AsJson,
+    HfOverrides,
+    KvCacheDtype,
+    NgramTable,
+    bounded,
+    filled,
+    new_file,
+    overrides_of,
+    writable,
+)
 from stepfloor.errors import UserError
 
 app = typer.Typer(no_args_is_help=True, help="Measure, with the floor beside every figure.")
@@ -172,6 +182,7 @@ def step(
     ] = 0,
     kv_cache_dtype: KvCacheDtype = "auto",
     ngram_table: NgramTable = "device",
+    hf_overrides: HfOverrides = None,
     device: Annotated[str, typer.Option(help="cuda, cuda:1, or cpu with a small model.")] = "cuda",
     count_experts: Annotated[bool, typer.Option(help="Count distinct experts in a second run of each cell.")] = True,
     profile: Annotated[bool, typer.Option(help="Profile a few steps of each cell.")] = True,
@@ -196,9 +207,9 @@ def step(
     find_device(device)
     if model is None:
         source = package_file("full_config.json") if config is None else config
-        checkpoint = random_checkpoint(ModelConfig.read(source), MIXES[mix])
+        checkpoint = random_checkpoint(ModelConfig.read(source, overrides_of(hf_overrides)), MIXES[mix])
     else:
-        checkpoint = open_model(model)
+        checkpoint = open_model(model, overrides=overrides_of(hf_overrides))
     if linears:
         open_device(device)
         run_and_report_linears(checkpoint.config, device, commit, output)

@@ -30,6 +30,8 @@ from stepfloor.roofline.floor import Floor, checkpoint_step_bytes
 from stepfloor.roofline.groups import pass_group
 from stepfloor.roofline.planned import CASES, WeightFormats
 from stepfloor.step.bandwidth import read_bandwidth_gbps
+from stepfloor.tools.bench import losses
+from stepfloor.tools.bench.losses import Loss, losses_of
 from stepfloor.tools.bench.profile import Profile, profile_steps
 from stepfloor.weights.checkpoint import Checkpoint
 from stepfloor.weights.synthetic import synthetic_checkpoint
@@ -67,6 +69,7 @@ class Cell:
     acceptance  tokens a sequence is made to take a step; None: what the target accepted
     experts     distinct experts of a layer and step, mean over all; None: not counted; expected  under uniform routing
     void        why the cell does not count, or None
+    losses      time beyond the bytes by kind of kernel, where a profile was taken
     """
 
     format: str
@@ -88,6 +91,7 @@ class Cell:
     expected_experts: float
     void: str | None
     profile: Profile | None
+    losses: tuple[Loss, ...] = ()
 
     def line(self) -> str:
         """One row of the table."""
@@ -255,6 +259,9 @@ def _measure(
         expected,
         void,
         profile,
+        ()
+        if profile is None
+        else losses_of(profile, checkpoint.config, checkpoint.weights, sequences, k, context, bandwidth_gbps),
     )
 
 
@@ -413,7 +420,7 @@ def run_and_report(checkpoint: Checkpoint, plan: Plan, drawn: bool, commit: str,
     cells, facts = bench_steps(checkpoint, plan, say, drawn, measured)
     for cell in cells:
         if cell.profile is not None:
-            print(losses(cell, cell.profile))
+            print(where_it_went(cell, cell.profile))
     print(line(cells, facts))
 
 
@@ -425,8 +432,8 @@ def _replace(path: Path, text: str) -> None:
     beside.replace(path)
 
 
-def losses(cell: Cell, profile: Profile) -> str:
-    """Where the time of a cell's step went, largest share first."""
+def where_it_went(cell: Cell, profile: Profile) -> str:
+    """The time of a cell's step: by kind of kernel beside its bytes, largest loss first, then by kernel."""
     waits = ", ".join(f"{name} x{count}" for name, count in profile.synchronising) or "none"
     lines = [
         f"{cell.sequences} sequences, k={cell.spec_tokens}, context {cell.context}: {profile.kernels:.1f} kernels and "
@@ -434,6 +441,7 @@ def losses(cell: Cell, profile: Profile) -> str:
         f"pageable copies: {profile.pageable_copies}; between steps {profile.gap_us:.1f} us idle, inside "
         f"{profile.idle_us:.1f} us"
     ]
+    lines += [losses.HEADER, *(loss.line() for loss in cell.losses)]
     for operator in profile.operators[:SHOWN_OPERATORS]:
         lines.append(f"  {operator.us:8.1f} us {operator.calls:6.1f} calls  {operator.name[:90]}")
     return "\n".join(lines)
