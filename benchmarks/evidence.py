@@ -109,7 +109,8 @@ COMMANDS = (
     ),
     Command(
         "yarn",
-        "-m benchmarks.contexts --yarn 4 --contexts 1000000 --kv auto --no-pinned --limit-s 390 --commit {commit} --json {json}",
+        "-m benchmarks.contexts --yarn 4 --contexts 1000000 --kv auto --no-pinned --limit-s 390 --commit {commit} "
+        "--json {json}",
         400,
         "a context of 1,000,000 tokens with YaRN, every token of it prefilled",
     ),
