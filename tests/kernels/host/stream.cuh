@@ -1,5 +1,6 @@
 // kernels/include/stream.cuh for the host: a thread stands for a lane, a std::barrier for a barrier. Slow and exact in what
-// it shows: addresses, alignment, shared-memory sizes, order of sums, reads past the end. Not shown: asynchrony and races.
+// it shows: addresses, alignment, shared-memory sizes, order of sums, reads past the end, bulk copies over what a lane may still
+// be reading. Not shown: other asynchrony and races.
 #pragma once
 #include <atomic>
 #include <barrier>
@@ -62,7 +63,8 @@ struct Block {
   std::vector<std::unique_ptr<Warp>> warps;
   std::mutex naming;
   std::unique_ptr<std::barrier<>> named[16];
-  Block(int threads, size_t bytes) : memory(bytes + 128, 0xff), sync(threads) {  // 0xff: NaN until written
+  std::vector<std::atomic<int>> reading;  // lanes whose loads of these 16 bytes need not have ended
+  Block(int threads, size_t bytes) : memory(bytes + 128, 0xff), sync(threads), reading(bytes / 16 + 1) {  // 0xff: NaN until written
     for (int i = 0; i < threads / 32; i++) warps.push_back(std::make_unique<Warp>());
   }
   std::barrier<>& barrier_of(int id, int threads) {  // of as many threads as its first use says
@@ -79,6 +81,7 @@ struct Copy {
 
 inline thread_local Index threadIdx, blockIdx, gridDim;
 inline thread_local Block* block;
+inline thread_local std::vector<u32> reads;  // of this lane, as in Block::reading
 inline thread_local u8* block_shared;
 inline thread_local size_t shared_size;
 inline thread_local std::vector<Block*>* cluster;
@@ -142,9 +145,19 @@ inline void barrier_wait(u32 barrier, u32 parity) {
 inline void barrier_wait_alone(u32 barrier, u32 parity) { barrier_wait(barrier, parity); }
 inline void barrier_wait_cluster(u32 barrier, u32 parity) { barrier_wait(barrier, parity); }
 inline u64 evict_first_policy() { return 0; }
+inline void begin_read(u32 address) {
+  reads.push_back(address / 16);
+  block->reading[address / 16]++;
+}
+inline void end_reads() {
+  for (u32 at : reads) block->reading[at]--;
+  reads.clear();
+}
 inline void bulk_copy_kept(u32 to, const void* from, u32 bytes, u32 barrier) {
   check_global(from, bytes);
   check_shared(to, bytes);
+  for (u32 at = to / 16; at < (to + bytes + 15) / 16; at++)
+    if (block->reading[at]) fault("bulk copy over reads that need not have ended");
   if (bytes % 16 || bytes == 0) fault("bulk copy of a size that is not a multiple of 16");
   memcpy(block_shared + to, from, bytes);
   barrier_change(barrier, -(int)bytes, 0);
@@ -166,6 +179,7 @@ template <int PENDING> void copies_wait() {  // lands as late as allowed
 }
 inline Words load_shared(u32 address) {
   check_shared(address, 16);
+  begin_read(address);
   return *(Words*)(block_shared + address);
 }
 inline Words load_global(const void* from) {
@@ -174,6 +188,7 @@ inline Words load_global(const void* from) {
 }
 inline u32 load_shared_word(u32 address) {
   check_shared(address, 4);
+  begin_read(address);
   return *(u32*)(block_shared + address);
 }
 template <class T> T load_scalar(const void* from) {
@@ -182,10 +197,12 @@ template <class T> T load_scalar(const void* from) {
 }
 inline Pair load_shared_pair(u32 address) {
   check_shared(address, 8);
+  begin_read(address);
   return *(Pair*)(block_shared + address);
 }
 inline u32 load_shared_byte(u32 address) {
   check_shared(address, 1);
+  begin_read(address);
   return block_shared[address];
 }
 inline u32 load_global_word(const void* from) { return load_scalar<u32>(from); }
@@ -280,9 +297,12 @@ template <int WIDTH> void group_step(float (&d)[WIDTH / 2], u32 a0, u32 a1, u32 
 }
 inline void group_begin() {}
 inline void group_commit() {}
-inline void group_wait() {}
-inline void operands_stored() {}
-inline void reads_done() { __syncwarp(); }
+inline void group_wait() { end_reads(); }  // of the operands that it used
+inline void operands_stored() { end_reads(); }
+inline void reads_done() {
+  end_reads();
+  __syncwarp();
+}
 inline u16 to_bf16(float value) {
   u32 bits;
   memcpy(&bits, &value, 4);
