@@ -5,7 +5,7 @@
 Random weights in format a with a quarter of the n-gram table (`--table-fraction 1` for all of it), drawn once. A cell
 is one sequence with a random prompt, prefilled in chunks of 2,048 and then --steps decode steps of the engine's own
 loop, as `bench step` times them. The plan of the cell is made before it runs, and torch's allocator may not pass it:
-what the plan calls its total, less what the driver and others hold, is set as the process's limit, so a plan that is
+what the plan calls its total, less its reserve for the driver, is set as the process's limit, so a plan that is
 too small is an out-of-memory error here. Beside it stands what was held at most. What the plan cannot know is added to
 it: rotary tables for the longest cell, which all cells share. The last cell reads the n-gram table from pinned host
 memory, beside one that reads it from the device.
@@ -289,7 +289,9 @@ def measure(
         needed = 2 * (model.cos.shape[0] - positions_needed(config)) * model.cos.shape[1] * model.cos.element_size()
         limit = plan.total("device") + needed
         outside = outside_bytes(options.device)
-        torch.cuda.set_per_process_memory_fraction(min(1.0, (limit - outside) / whole), index_of(options.device))
+        # the driver loads kernels and graphs later, for which the plan has its reserve
+        driver = max(outside, plan.capacity.device_reserve)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (limit - driver) / whole), index_of(options.device))
         torch.cuda.reset_peak_memory_stats(options.device)
     try:
         times = run(checkpoint, model, options, config, context, kv, table)
