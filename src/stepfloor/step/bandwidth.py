@@ -45,6 +45,8 @@ def _gpu_bytes_per_s(device: str) -> float:
     """The best of a few streaming reads, timed by the device."""
     free = torch.cuda.mem_get_info(device)[0]
     buffer = torch.ones(min(READ_BYTES_GPU, free // 2) // 4, dtype=torch.int32, device=device)
+    stream_read(buffer)  # compiles
+    torch.cuda.synchronize(device)
     best = float("inf")
     start = time.perf_counter()
     while time.perf_counter() - start < SECONDS_GPU:
