@@ -74,7 +74,7 @@ def choose_variant(plan: StreamPlan, rows: int, warpgroups: bool = True) -> Vari
     tiles = min(-(-rows // 16), MAX_ROWS // 16)
     if warpgroups and tiles > 1 and (group := group_variant(plan, tiles)) is not None:
         return group
-    if warpgroups and (share := share_variant(plan, tiles)) is not None:
+    if warpgroups and tiles > 1 and (share := share_variant(plan, tiles)) is not None:
         return share
     if tiles == 1:
         return Variant(1, True)

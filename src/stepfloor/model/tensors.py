@@ -92,16 +92,18 @@ class StreamedTensors:
 
     def _read(self, entry: Entry, destination: Tensor) -> list[Future[None]]:
         flat = destination.reshape(-1).view(torch.uint8)
-        if destination.device.type == "cuda":
-            # the memory may just have been freed by work that is still queued
-            torch.cuda.current_stream(self.device).synchronize()
+        # the memory may just have been freed by work that is still queued: copies wait for it, the disk does not
+        freed = None
+        if destination.is_cuda:
+            freed = torch.cuda.Event()
+            freed.record(torch.cuda.current_stream(self.device))
         return [
-            self._pool.submit(self._chunk, entry.file, entry.offset + at, flat[at : at + CHUNK_BYTES])
+            self._pool.submit(self._chunk, entry.file, entry.offset + at, flat[at : at + CHUNK_BYTES], freed)
             for at in range(0, entry.nbytes, CHUNK_BYTES)
         ]
 
     @torch.inference_mode()  # the caller's mode does not reach this thread, and its tensors may be of that mode
-    def _chunk(self, file: Path, offset: int, destination: Tensor) -> None:
+    def _chunk(self, file: Path, offset: int, destination: Tensor, freed: torch.cuda.Event | None) -> None:
         buffer, stream = self._buffer()
         count = destination.numel()
         staged = buffer[:count] if destination.is_cuda else destination
@@ -114,7 +116,8 @@ class StreamedTensors:
                 if not got:
                     raise OSError(f"{file.name} ended {count - at} bytes early while it was read; fetch it again")
                 at += got
-        if destination.is_cuda:
+        if freed is not None:
+            stream.wait_event(freed)
             with torch.cuda.stream(stream):
                 destination.copy_(staged, non_blocking=True)
             stream.synchronize()
