@@ -76,7 +76,7 @@ def down_plans(rows: int, multiprocessors: int) -> dict[str, DownPlan | ManyDown
     if rows > 8:
         many = plan_many(stand_in, WIDTH, TOPK, rows)
         found |= {
-            f"many {group} x {slots}": replace(many, group=group, slots=slots) for group, slots in ((4, 2), (4, 3))
+            f"many {group} x {slots}": replace(many, group=group, slots=slots) for group, slots in ((4, 2), (4, 3), (4, 4))
         }
     return found
 
