@@ -75,9 +75,7 @@ def down_plans(rows: int, multiprocessors: int) -> dict[str, DownPlan | ManyDown
                 found[f"{count}x{cluster}/{warps}/{slots}/{group}/{sharers}"] = replace(plan, clusters=count)
     if rows > 8:
         many = plan_many(stand_in, WIDTH, TOPK, rows)
-        found |= {
-            f"many {group} x {slots}": replace(many, group=group, slots=slots) for group, slots in ((4, 2), (4, 3), (4, 4))
-        }
+        found |= {f"many 4 x {slots}": replace(many, group=4, slots=slots) for slots in (2, 3, 4)}
     return found
 
 
