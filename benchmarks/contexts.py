@@ -31,7 +31,6 @@ from pathlib import Path
 import torch
 
 import stepfloor
-from stepfloor.cache.tensors import positions_needed
 from stepfloor.config import EngineConfig, ModelConfig
 from stepfloor.engine import EXPERT_WORKSPACE_BYTES, Engine, open_device
 from stepfloor.errors import UserError
@@ -199,9 +198,7 @@ def load(
     checkpoint: Checkpoint, options: argparse.Namespace, say: Callable[[str], None]
 ) -> tuple[Model, RandomTensors]:
     """Draw the model once, with positions for the longest cell."""
-    longest = max(
-        positions_needed(cell_config(options, c, "auto", "device", checkpoint.config)) for c in options.contexts
-    )
+    longest = max(cell_config(options, c, "auto", "device", checkpoint.config).positions for c in options.contexts)
     begin = time.perf_counter()
     source = RandomTensors(checkpoint.config, torch.device(options.device))
     model = load_model(
@@ -286,7 +283,7 @@ def measure(
         plan = plan_for(checkpoint, config, whole)
         if (refusal := plan.refusal()) is not None:
             return replace(base, failed=refusal)
-        needed = 2 * (model.cos.shape[0] - positions_needed(config)) * model.cos.shape[1] * model.cos.element_size()
+        needed = 2 * (model.cos.shape[0] - config.positions) * model.cos.shape[1] * model.cos.element_size()
         limit = plan.total("device") + needed
         outside = outside_bytes(options.device)
         # the driver loads kernels and graphs later, for which the plan has its reserve

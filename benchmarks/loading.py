@@ -37,7 +37,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from stepfloor.cache.tensors import positions_needed
 from stepfloor.config import EngineConfig, ModelConfig
 from stepfloor.engine import Engine
 from stepfloor.errors import UserError
@@ -227,7 +226,7 @@ def load(checkpoint: Checkpoint, device: str, say: Callable[[str], None]) -> tup
     begin = time.perf_counter()
     config = EngineConfig(spec_tokens=3, max_model_len=512)
     model = load_model(
-        checkpoint, positions_needed(config), device, lambda done, total: say(f"layer {done} of {total}"), decode_rows=4
+        checkpoint, config.positions, device, lambda done, total: say(f"layer {done} of {total}"), decode_rows=4
     )
     if device != "cpu":
         torch.cuda.synchronize(device)

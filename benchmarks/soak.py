@@ -40,7 +40,6 @@ import torch
 from torch import Tensor
 
 import stepfloor
-from stepfloor.cache.tensors import positions_needed
 from stepfloor.config import EngineConfig, ModelConfig
 from stepfloor.engine import Engine
 from stepfloor.kernels._delta import DeltaConstants
@@ -156,7 +155,7 @@ def drawn(source: Path, layers: int, tokens: int, drafts: int, device: str) -> t
         max_position_embeddings=max(config.max_position_embeddings, tokens + ROOM),
     )
     checkpoint = random_checkpoint(config, MIXES["a"])
-    positions = positions_needed(EngineConfig(spec_tokens=drafts, max_model_len=tokens + ROOM))
+    positions = EngineConfig(spec_tokens=drafts, max_model_len=tokens + ROOM).positions
     tensors = RandomTensors(config, torch.device(device))
     return checkpoint, load_model(checkpoint, positions, device, decode_rows=drafts + 1, source=tensors)
 
@@ -178,7 +177,7 @@ def record(
     config = EngineConfig(spec_tokens=k, max_num_seqs=1, max_model_len=tokens + ROOM, device=device)
     prompt = tuple(Tokenizer.load(SHIPPED).encode(PROMPT))
     if model is None:
-        model = load_model(checkpoint, positions_needed(config), device, decode_rows=k + 1)
+        model = load_model(checkpoint, config.positions, device, decode_rows=k + 1)
     if k == 0:
         model = replace(model, drafter=None)
     found = Recording(constants_of(model), torch.zeros((), dtype=torch.int64, device=device))

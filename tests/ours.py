@@ -5,7 +5,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from stepfloor.cache.tensors import CacheTensors, Rows, allocate, pages_per_sequence, positions_needed
+from stepfloor.cache.tensors import CacheTensors, Rows, allocate
 from stepfloor.config import EngineConfig
 from stepfloor.kernels import qsa_attend
 from stepfloor.model.load import load_model
@@ -24,14 +24,14 @@ class Ours:
 
     def __init__(self, checkpoint: Checkpoint, source: TensorSource | None = None, **changes: object) -> None:
         self.config = engine_config(**changes)
-        self.model: Model = load_model(checkpoint, positions_needed(self.config), "cpu", source=source)
+        self.model: Model = load_model(checkpoint, self.config.positions, "cpu", source=source)
         self.start()
 
     def start(self) -> None:
         """Forget the sequence."""
         self.cache: CacheTensors = allocate(self.model.config, self.config, self.model.embedding.dtype)
         # pages in falling order: a position that is not looked up through the table shows
-        self.cache.page_table[0] = torch.arange(pages_per_sequence(self.config), 0, -1)
+        self.cache.page_table[0] = torch.arange(self.config.pages_per_sequence, 0, -1)
         self.seen: list[int] = []
 
     @torch.inference_mode()

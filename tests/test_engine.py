@@ -76,6 +76,19 @@ def test_company_does_not_show(checkpoint: Checkpoint, k: int, acceptance: str) 
     assert serve(together, *requests) == alone(checkpoint, requests, spec_tokens=k, acceptance=acceptance)
 
 
+def test_fewer_pages_than_slots_could_fill(checkpoint: Checkpoint) -> None:
+    """Requests wait for pages, two run at most, and each gets what it gets alone."""
+    requests = mixed_requests()
+    config = engine_config(spec_tokens=1, max_num_seqs=5, block_size=16)
+    pages = config.pages_per_sequence
+    engine = Engine(checkpoint, replace(config, num_gpu_blocks_override=pages))
+    most = max(-(-(len(r.token_ids) + r.max_tokens) // 16) for r in requests)
+    assert most < pages < sum(-(-(len(r.token_ids) + r.max_tokens) // 16) for r in requests)
+    assert serve(engine, *requests) == alone(checkpoint, requests, spec_tokens=1)
+    assert engine.stats()["kv_cache_usage"] == 0
+    assert engine.report()["pages"] == pages
+
+
 @pytest.mark.parametrize("k", [0, 1, 3, 7])
 def test_joining_mid_stream_and_too_few_slots(checkpoint: Checkpoint, k: int) -> None:
     """Requests arrive while others are in the middle, wait for a slot, and take one that was just left."""

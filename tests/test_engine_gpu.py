@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import stepfloor
-from stepfloor.cache.tensors import positions_needed
 from stepfloor.config import EngineConfig
 from stepfloor.engine import Engine
 from stepfloor.model.load import load_model
@@ -70,7 +69,7 @@ def prompts() -> tuple[tuple[int, ...], ...]:
 def loaded() -> Model:
     """The model on the device, for as many rows as any test has; an engine without drafts leaves its drafter out."""
     widest = EngineConfig(spec_tokens=MOST_DRAFTS, max_num_seqs=len(TEXTS), max_model_len=512)
-    return load_model(shipped(), positions_needed(widest), DEVICE, decode_rows=len(TEXTS) * (MOST_DRAFTS + 1))
+    return load_model(shipped(), widest.positions, DEVICE, decode_rows=len(TEXTS) * (MOST_DRAFTS + 1))
 
 
 def engine(count: int, k: int, **changes: object) -> Engine:

@@ -230,6 +230,8 @@ class EngineConfig:
     enforce_eager           run decode steps kernel by kernel instead of as captured graphs
     long_prefill_token_threshold  longest chunk of a prompt that is longer than this; 0: no such limit
     max_num_queued_reqs     requests that may wait for a slot; None: any number
+    num_gpu_blocks_override  pages of the cache; None: the longest sequence in every slot. With fewer, a request waits
+                            until the pages of its prompt and max_tokens are free
     """
 
     spec_tokens: int = 3
@@ -245,6 +247,22 @@ class EngineConfig:
     device: str = "cpu"
     long_prefill_token_threshold: int = 0
     max_num_queued_reqs: int | None = None
+    num_gpu_blocks_override: int | None = None
+
+    @property
+    def positions(self) -> int:
+        """Positions a sequence may touch: its context and three windows of drafts (Scheduler._reach says why)."""
+        return self.max_model_len + 3 * self.spec_tokens + 1
+
+    @property
+    def pages_per_sequence(self) -> int:
+        """Pages that hold the longest sequence with what a step writes beyond it."""
+        return -(-self.positions // self.block_size)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the whole cache, the scratch page included."""
+        return 1 + (self.num_gpu_blocks_override or self.max_num_seqs * self.pages_per_sequence)
 
     @property
     def chunk_tokens(self) -> int:
@@ -318,6 +336,12 @@ class EngineConfig:
             raise UserError(
                 f"--block-size must be a multiple of the indexer's compress ratio "
                 f"{model.indexer_compress_ratio}; got {self.block_size}"
+            )
+        if self.num_gpu_blocks_override is not None and self.num_gpu_blocks_override < self.pages_per_sequence:
+            raise UserError(
+                f"--num-gpu-blocks-override must be at least {self.pages_per_sequence}, the pages of {self.block_size} "
+                f"tokens that one sequence of {self.max_model_len} (--max-model-len) may need; got "
+                f"{self.num_gpu_blocks_override}"
             )
         if not 2 <= self.max_model_len <= model.max_position_embeddings:
             raise UserError(

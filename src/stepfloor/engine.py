@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from stepfloor.cache.tensors import num_pages, positions_needed
 from stepfloor.config import EngineConfig
 from stepfloor.errors import UserError
 from stepfloor.model.backends import backends
@@ -173,7 +172,7 @@ class Engine:
                 self._bandwidth_gbps = read_bandwidth_gbps(config.device)
             model = load_model(
                 checkpoint,
-                positions_needed(config),
+                config.positions,
                 config.device,
                 on_layer,
                 drafter=config.spec_tokens > 0,
@@ -193,7 +192,7 @@ class Engine:
             keep_to_plan(plan, config.device)
         self.scheduler = Scheduler(
             config.max_num_seqs,
-            num_pages(config),
+            config.num_pages,
             config.block_size,
             config.spec_tokens,
             config.chunk_tokens,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from stepfloor.cache.tensors import allocate, pages_per_sequence
+from stepfloor.cache.tensors import allocate
 from stepfloor.config import EngineConfig
 from stepfloor.kernels import qsa_select
 from stepfloor.roofline import memory
@@ -45,6 +45,7 @@ def line(of: MemoryPlan, component: str) -> int:
         EngineConfig(spec_tokens=0, max_num_seqs=5, max_model_len=1001, block_size=16),
         EngineConfig(spec_tokens=7, max_num_seqs=3, max_model_len=64, block_size=128),
         EngineConfig(spec_tokens=2, max_num_seqs=2, max_model_len=200, kv_cache_dtype="fp8"),
+        EngineConfig(spec_tokens=1, max_num_seqs=4, max_model_len=200, num_gpu_blocks_override=9),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -69,7 +70,23 @@ def test_cache_lines_are_what_the_engine_allocates(engine: EngineConfig, dtype: 
         "pending gates": size(*cache.gate_rows),
         "n-gram history": size(cache.ngram_rows),
     }
-    assert memory.pages_per_sequence(engine) == pages_per_sequence(engine)
+
+
+def test_a_refusal_says_how_many_pages_fit() -> None:
+    """Sixteen sequences of the whole context are 105 GiB; as many pages as there is room for serve most of them."""
+    device = discrete_capacity(139 * GIB, 200 * GIB)
+    asked: dict[str, int] = {"max_num_seqs": 16, "max_model_len": 262_144}
+    refused = plan(device, Placement("pinned", "bf16"), **asked)
+    refusal = refused.refusal()
+    assert refusal is not None
+    assert f"--num-gpu-blocks-override {refused.max_pages} fits" in refusal
+    assert plan(device, Placement("pinned", "bf16"), **asked, num_gpu_blocks_override=refused.max_pages).fits
+    more = plan(device, Placement("pinned", "bf16"), **asked, num_gpu_blocks_override=refused.max_pages + 1)
+    assert not more.fits
+    assert more.max_pages == refused.max_pages
+    # a context needs a sequence's pages, whatever room there is
+    longest = plan(MANY, max_num_seqs=2, max_model_len=640, spec_tokens=0, num_gpu_blocks_override=11).max_model_len
+    assert longest == 11 * 64 - 1
 
 
 def test_sizes_per_token_of_the_release() -> None:

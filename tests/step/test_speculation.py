@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepfloor.cache.tensors import pages_per_sequence
 from stepfloor.config import EngineConfig
 from stepfloor.engine import Engine
 from stepfloor.kernels._torch import delta_rows, delta_rule
@@ -53,7 +52,7 @@ def make_step(checkpoint: Checkpoint, config: EngineConfig) -> Step:
 
 def prefill(step: Step, chunk: int, sampling: SamplingParams) -> list[int]:
     """Join slot 0 and run the prompt; returns the first token."""
-    join = Join(0, tuple(range(1, 1 + pages_per_sequence(step.config))), PROMPT, sampling)
+    join = Join(0, tuple(range(1, 1 + step.config.pages_per_sequence)), PROMPT, sampling)
     emitted: dict[int, list[int]] = {}
     for start in range(0, len(PROMPT), chunk):
         end = min(start + chunk, len(PROMPT))

@@ -68,27 +68,11 @@ class CacheTensors:
         self.ngram_rows[slot].zero_()
 
 
-def positions_needed(engine: EngineConfig) -> int:
-    """Positions a sequence may touch: its context and three windows of drafts (Scheduler._reach says why)."""
-    return engine.max_model_len + 3 * engine.spec_tokens + 1
-
-
-def pages_per_sequence(engine: EngineConfig) -> int:
-    """Pages that hold the longest sequence with what a step writes beyond it."""
-    return -(-positions_needed(engine) // engine.block_size)
-
-
-def num_pages(engine: EngineConfig) -> int:
-    """Pages of the whole cache: the longest sequence in every slot, and the scratch page."""
-    return 1 + engine.max_num_seqs * pages_per_sequence(engine)
-
-
 def allocate(config: ModelConfig, engine: EngineConfig, dtype: torch.dtype) -> CacheTensors:
-    """Allocate the cache for max_num_seqs sequences of max_model_len tokens, every page and slot at once."""
+    """Allocate the cache, every page and slot at once."""
     device = engine.device
     slots = engine.max_num_seqs + 1
-    longest = pages_per_sequence(engine)
-    pages = num_pages(engine)
+    pages = engine.num_pages
     rows = engine.spec_tokens + 1
     sparse = len(config.sparse_layers) + (1 if engine.spec_tokens else 0)
 
@@ -105,7 +89,7 @@ def allocate(config: ModelConfig, engine: EngineConfig, dtype: torch.dtype) -> C
         values=[zeros(*page, dtype=stored) for _ in range(sparse)],
         block_keys=[zeros(*block_page) for _ in range(sparse)],
         raw_keys=[zeros(slots, ring, config.indexer_head_dim) for _ in range(sparse)],
-        page_table=zeros(slots, longest, dtype=torch.int64),
+        page_table=zeros(slots, engine.pages_per_sequence, dtype=torch.int64),
         state=[
             zeros(slots, heads, config.linear_key_head_dim, config.linear_value_head_dim, dtype=torch.float32)
             for _ in config.linear_layers

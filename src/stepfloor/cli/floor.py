@@ -6,7 +6,17 @@ from typing import Annotated
 import typer
 
 from stepfloor.cli.environment import open_headers
-from stepfloor.cli.options import MOST_SEQUENCES, AnyModel, AsJson, Download, Revision, bounded, filled, writable
+from stepfloor.cli.options import (
+    MOST_SEQUENCES,
+    AnyModel,
+    AsJson,
+    Download,
+    NumGpuBlocks,
+    Revision,
+    bounded,
+    filled,
+    writable,
+)
 
 
 def inspect(
@@ -60,6 +70,7 @@ def floor(
     max_model_len: Annotated[int, typer.Option(help="For --memory: tokens of the longest sequence.")] = 32_768,
     max_num_batched_tokens: Annotated[int, typer.Option(help="For --memory: longest prompt chunk.")] = 2048,
     block_size: Annotated[int, typer.Option(help="For --memory: tokens of a page.")] = 64,
+    num_gpu_blocks_override: NumGpuBlocks = None,
     ngram_table: Annotated[str, typer.Option(help="For --memory: device, pinned, mmap or direct.")] = "device",
     state_copies: Annotated[
         int, typer.Option(callback=bounded(0), help="For --memory: states kept for prefix reuse.")
@@ -110,6 +121,7 @@ def floor(
             max_model_len=max_model_len,
             max_num_batched_tokens=max_num_batched_tokens,
             block_size=block_size,
+            num_gpu_blocks_override=num_gpu_blocks_override,
             table=ngram_table,
             available_gib=available_gib,
             host_gib=host_gib,

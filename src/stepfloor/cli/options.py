@@ -110,6 +110,14 @@ AnyModel = Annotated[
 ]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or snapshot of a Hugging Face id.")]
 Download = Annotated[bool, typer.Option("--download", help="Fetch the id even if the cache has another owner's.")]
+NumGpuBlocks = Annotated[
+    int | None,
+    typer.Option(
+        callback=bounded(1, 1 << 32),
+        help="Pages of the cache; without it, the longest sequence in every slot. With fewer, a request waits until "
+        "the pages of its prompt and max_tokens are free.",
+    ),
+]
 HfOverrides = Annotated[str | None, typer.Option(help="JSON that replaces keys of the text config.")]
 KvCacheDtype = Annotated[
     str, typer.Option(callback=choice("auto", "fp8"), help="Of keys and values: auto, the model's type, or fp8.")

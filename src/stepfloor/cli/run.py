@@ -15,6 +15,7 @@ from stepfloor.cli.options import (
     HfOverrides,
     KvCacheDtype,
     NgramTable,
+    NumGpuBlocks,
     Revision,
     SpecTokens,
     bounded,
@@ -136,6 +137,7 @@ def serve(
         int | None, typer.Option(help="Requests that may wait; more are answered with 503. Without it, any number.")
     ] = None,
     block_size: Annotated[int, typer.Option(help="Tokens per page of the key/value cache.")] = 64,
+    num_gpu_blocks_override: NumGpuBlocks = None,
     kv_cache_dtype: KvCacheDtype = "auto",
     ngram_table: NgramTable = "device",
     enforce_eager: Annotated[
@@ -224,6 +226,7 @@ def serve(
         enforce_eager=enforce_eager,
         long_prefill_token_threshold=long_prefill_token_threshold,
         max_num_queued_reqs=max_num_queued_reqs,
+        num_gpu_blocks_override=num_gpu_blocks_override,
     )
     config.check(checkpoint.config)
     keys = [*(api_key or ()), *([key] if (key := server_key()) and not api_key else [])]

@@ -94,6 +94,7 @@ class MemoryPlan:
 
     max_model_len  longest context that fits with the sequences asked for, 0 if none; at most the model's own
     max_num_seqs   most sequences that fit with the context asked for, 0 if none; looked for up to 256
+    max_pages      most pages of the cache that fit with both, 0 if none; up to the longest sequence in every slot
     """
 
     lines: tuple[Line, ...]
@@ -102,6 +103,7 @@ class MemoryPlan:
     engine: EngineConfig
     max_model_len: int
     max_num_seqs: int
+    max_pages: int
 
     def total(self, where: Where) -> int:
         """Bytes of all lines there, reserve included."""
@@ -144,6 +146,11 @@ class MemoryPlan:
             advice.append(f"--max-model-len {self.max_model_len} fits with {engine.max_num_seqs} sequences")
         if 0 < self.max_num_seqs < engine.max_num_seqs:
             advice.append(f"--max-num-seqs {self.max_num_seqs} fits with {engine.max_model_len} tokens each")
+        if engine.max_num_seqs > 1 and engine.pages_per_sequence <= self.max_pages < engine.num_pages - 1:
+            advice.append(
+                f"--num-gpu-blocks-override {self.max_pages} fits: requests then wait for the pages of their prompt "
+                "and max_tokens"
+            )
         on_the_way = {"pinned": "host", "device": "device"}.get(self.table)
         if on_the_way and self.short("device" if self.capacity.unified or on_the_way == "device" else "host"):
             elsewhere = "mmap takes no memory of its own"
@@ -224,11 +231,16 @@ def plan_memory(
         )
 
     def fits(asked: EngineConfig) -> bool:
-        return MemoryPlan(lines(asked), capacity, placement.table, asked, 0, 0).fits
+        return MemoryPlan(lines(asked), capacity, placement.table, asked, 0, 0, 0).fits
 
-    longest = _largest(lambda n: fits(replace(engine, max_model_len=n)), config.max_position_embeddings)
+    def holds(asked: EngineConfig) -> bool:
+        return asked.num_pages > asked.pages_per_sequence and fits(asked)
+
+    longest = _largest(lambda n: holds(replace(engine, max_model_len=n)), config.max_position_embeddings)
     most = _largest(lambda n: fits(replace(engine, max_num_seqs=n)), _MAX_SEQUENCES)
-    return MemoryPlan(lines(engine), capacity, placement.table, engine, longest, most)
+    every = engine.max_num_seqs * engine.pages_per_sequence
+    pages = _largest(lambda n: fits(replace(engine, num_gpu_blocks_override=n)), every)
+    return MemoryPlan(lines(engine), capacity, placement.table, engine, longest, most, pages)
 
 
 def placement_of(engine: EngineConfig) -> Placement:
@@ -245,8 +257,7 @@ def cache_lines(
 ) -> list[Line]:
     """What the sequences leave behind, line by line as cache/tensors.py allocates it, and the copies of states."""
     slots, rows = engine.max_num_seqs + 1, engine.spec_tokens + 1
-    longest = pages_per_sequence(engine)
-    pages = 1 + engine.max_num_seqs * longest
+    pages = engine.num_pages
     sparse = len(config.sparse_layers) + (1 if engine.spec_tokens else 0)
     linear = len(config.linear_layers)
     kv_heads = shards.kv_heads(config.num_key_value_heads)
@@ -264,7 +275,7 @@ def cache_lines(
         Line("keys and values", keys * kv_bytes, "device", f"{pages} pages of {engine.block_size}, {sparse} layers"),
         Line("block keys", block_keys * activation_bytes, "device", f"one for {config.indexer_compress_ratio} tokens"),
         Line("index keys", sparse * slots * ring * config.indexer_head_dim * activation_bytes, "device", "open blocks"),
-        Line("page table", slots * longest * INT64_BYTES, "device"),
+        Line("page table", slots * engine.pages_per_sequence * INT64_BYTES, "device"),
         Line("recurrent state", linear * slots * state, "device", f"{slots} slots, one of them for padding"),
         Line("pending rows", linear * slots * raw_rows * conv_width * activation_bytes, "device"),
         Line("pending gates", linear * slots * rows * 2 * value_heads * activation_bytes, "device"),
@@ -290,11 +301,6 @@ def state_copy_bytes(config: ModelConfig, shards: Shards = ONE_DEVICE, activatio
     history = config.ngram_size * (config.ple_conv_kernel_size - 1) * config.stream_width * activation_bytes
     tokens = (config.ngram_size - 1) * INT64_BYTES
     return len(config.linear_layers) * (state + window) + history + config.stream_width * activation_bytes + tokens
-
-
-def pages_per_sequence(engine: EngineConfig) -> int:
-    """Pages of the longest sequence: its context, and three windows of drafts that a step may write beyond it."""
-    return -(-(engine.max_model_len + 3 * engine.spec_tokens + 1) // engine.block_size)
 
 
 def index_score_bytes(rows: int, context_tokens: int, compress_ratio: int) -> int:
@@ -343,14 +349,15 @@ def _work_lines(
     scored_at_once = SCORE_WORKSPACE_BYTES // index_score_bytes(1, engine.max_model_len, config.indexer_compress_ratio)
     scored = max(decode_rows, min(chunk, max(SCORE_TILE_ROWS, scored_at_once)))
     scores = index_score_bytes(scored, engine.max_model_len, config.indexer_compress_ratio)
-    rope = 2 * (engine.max_model_len + 3 * k + 1) * config.rope.dim * activation_bytes
+    rope = 2 * engine.positions * config.rope.dim * activation_bytes
     decoded = _decoded_experts(config, weights, chunk, shards)
     integers = slots * (4 + k + config.ngram_size) * INT64_BYTES
     graphs = 0 if engine.enforce_eager else len(engine.decode_shapes) * SAMPLER_STAGE_SETS
+    when = "when wanted" if engine.enforce_eager else "from the start, with the graphs"
     lines = [
-        Line("sampler: bias", slots * vocab * FP32_BYTES, "device", "at most: made when a request wants it"),
-        Line("sampler: penalties", slots * vocab * (FP32_BYTES + 1), "device", "at most: made when a request wants it"),
-        Line("sampler: log q", slots * k * vocab * FP32_BYTES, "device", "at most: random requests"),
+        Line("sampler: bias", slots * vocab * FP32_BYTES, "device", when),
+        Line("sampler: penalties", slots * vocab * (FP32_BYTES + 1), "device", when),
+        Line("sampler: log q", slots * k * vocab * FP32_BYTES, "device", when),
         Line("step state", integers + rope, "device", "tokens, lengths, drafts; rotary tables"),
         Line(
             "workspace: experts", min(decoded, placement.expert_workspace_bytes), "device", "at most: bf16 in prefill"

@@ -18,7 +18,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from stepfloor.cache.tensors import positions_needed
 from stepfloor.config import EngineConfig, ModelConfig
 from stepfloor.engine import Engine, check_memory, open_device
 from stepfloor.model.load import load_model
@@ -177,7 +176,7 @@ def bench_steps(
     source = RandomTensors(checkpoint.config, torch.device(plan.device)) if drawn else None
     model = load_model(
         checkpoint,
-        positions_needed(widest),
+        widest.positions,
         plan.device,
         lambda done, total: say(f"layer {done} of {total}") if done % 12 == 0 else None,
         drafter=max(plan.spec_tokens) > 0,

@@ -354,6 +354,7 @@ def memory(
     available_gib: float | None,
     host_gib: float,
     state_copies: int = 0,
+    num_gpu_blocks_override: int | None = None,
 ) -> MemoryPlan:
     """The engine's own plan for this device. Raises UserError for what no engine could be asked."""
     config = checkpoint.config
@@ -363,6 +364,7 @@ def memory(
         max_model_len=max_model_len,
         max_num_batched_tokens=max_num_batched_tokens,
         block_size=block_size,
+        num_gpu_blocks_override=num_gpu_blocks_override,
     )
     engine.check(config)
     place = next((known for known in TABLE_PLACES if known == table.replace("gpu", "device")), None)

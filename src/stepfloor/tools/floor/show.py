@@ -162,6 +162,7 @@ def _memory_report(plan: MemoryPlan) -> dict[str, Any]:
         "refusal": plan.refusal(),
         "max_model_len": plan.max_model_len,
         "max_num_seqs": plan.max_num_seqs,
+        "max_pages": plan.max_pages,
     }
 
 
