@@ -20,6 +20,7 @@ import ctypes
 import faulthandler
 import gc
 import json
+import math
 import mmap
 import os
 import pty
@@ -72,7 +73,11 @@ def choose_plan(like: str, wanted_bytes: int) -> Plan:
 
     least = sized(fewest, table).nbytes
     if least > wanted_bytes:
-        raise UserError(f"{fewest} layers of this model take {least / 1e9:.1f} GB; pass --gb {least / 1e9:.0f} or more")
+        enough = math.ceil((least - table) * 4 / 3 / 1e9)  # the table takes a quarter of whatever is asked for
+        raise UserError(
+            f"{fewest} layers of this model take {(least - table) / 1e9:.1f} GB beside the table; pass --gb {enough} "
+            "or more"
+        )
     a_layer = max(1, sized(min(most, fewest + 4), table).nbytes - least) // max(1, min(most, fewest + 4) - fewest)
     layers = min(most, fewest + (wanted_bytes - least) // a_layer)
     rest = wanted_bytes - sized(layers, table).nbytes
