@@ -10,7 +10,7 @@ from torch import Tensor
 from stepfloor.config import ModelConfig
 from stepfloor.model.load import load_model
 from stepfloor.model.random import RandomTensors
-from stepfloor.model.tensors import CHUNK_BYTES, MappedTensors, StreamedTensors
+from stepfloor.model.tensors import CHUNK_BYTES, GAP_BYTES, MappedTensors, StreamedTensors, spans
 from stepfloor.weights.checkpoint import open_checkpoint
 from stepfloor.weights.headers import Entry
 from stepfloor.weights.synthetic import synthetic_checkpoint
@@ -43,6 +43,32 @@ def test_streamed_is_mapped(tmp_path: Path) -> None:
     for suffix, stack in streamed.stacked(block).items():
         assert same_bytes(stack, mapped.stacked(block)[suffix])
     streamed.close()
+
+
+def test_neighbours_are_read_at_once(tmp_path: Path) -> None:
+    """Scalars of many experts, a few bytes apart, are one read; what is far away or large is a read of its own."""
+    path, other = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+
+    def piece(file: Path, offset: int, nbytes: int) -> tuple[Entry, Tensor]:
+        return Entry(file, "U8", (nbytes,), offset, nbytes), torch.empty(nbytes, dtype=torch.uint8)
+
+    far = 16 * 511 + 4 + GAP_BYTES
+    wanted = [piece(path, far, 8), piece(other, 0, 8), piece(path, far + 8 + GAP_BYTES + 1, 5)]
+    wanted += [piece(path, 16 * i, 4) for i in reversed(range(512))]
+    found = spans(wanted)
+    assert [(s.file, s.offset, s.nbytes, len(s.parts)) for s in found] == [
+        (path, 0, far + 8, 513),
+        (path, far + 8 + GAP_BYTES + 1, 5, 1),
+        (other, 0, 8, 1),
+    ]
+    assert [at for at, _ in found[0].parts] == [*range(0, 16 * 512, 16), far]
+    large = spans([piece(path, 0, 2 * CHUNK_BYTES + 7), piece(path, 2 * CHUNK_BYTES + 7, CHUNK_BYTES - 6)])
+    assert [(s.offset, s.nbytes) for s in large] == [
+        (0, CHUNK_BYTES),
+        (CHUNK_BYTES, CHUNK_BYTES),
+        (2 * CHUNK_BYTES, 7),
+        (2 * CHUNK_BYTES + 7, CHUNK_BYTES - 6),
+    ]
 
 
 def test_a_file_cut_short_while_it_is_read(tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ The loader asks for the stored parts of a weight by suffix; what a source return
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from io import RawIOBase
 from pathlib import Path
 from typing import Protocol
 
@@ -25,6 +27,7 @@ DTYPES = {
 }
 READERS = 8
 CHUNK_BYTES = 16 << 20
+GAP_BYTES = 64 << 10  # between two tensors, which costs less to read than a read more
 
 
 class TensorSource(Protocol):
@@ -76,59 +79,107 @@ class StreamedTensors:
     def stacked(self, weights: Sequence[Weight]) -> dict[str, Tensor]:
         """See TensorSource."""
         made: dict[str, Tensor] = {}
-        waiting: list[Future[None]] = []
+        wanted: list[tuple[Entry, Tensor]] = []
         for suffix, entry in weights[0].parts.items():
             made[suffix] = torch.empty((len(weights), *entry.shape), dtype=DTYPES[entry.dtype], device=self.device)
-            for i, weight in enumerate(weights):
-                waiting += self._read(weight.parts[suffix], made[suffix][i])
-        for future in waiting:
-            future.result()
+            wanted += [(weight.parts[suffix], made[suffix][i]) for i, weight in enumerate(weights)]
+        self._read(wanted)
         return made
 
     def read_into(self, entry: Entry, destination: Tensor) -> None:
         """Read one stored tensor into memory of its size, on the device or the host."""
-        for future in self._read(entry, destination):
-            future.result()
+        self._read([(entry, destination)])
 
-    def _read(self, entry: Entry, destination: Tensor) -> list[Future[None]]:
-        flat = destination.reshape(-1).view(torch.uint8)
+    def _read(self, wanted: Sequence[tuple[Entry, Tensor]]) -> None:
+        """Read tensors, all of them on the device or all on the host."""
         # the memory may just have been freed by work that is still queued: copies wait for it, the disk does not
         freed = None
-        if destination.is_cuda:
+        if wanted[0][1].is_cuda:
             freed = torch.cuda.Event()
             freed.record(torch.cuda.current_stream(self.device))
-        return [
-            self._pool.submit(self._chunk, entry.file, entry.offset + at, flat[at : at + CHUNK_BYTES], freed)
-            for at in range(0, entry.nbytes, CHUNK_BYTES)
-        ]
+        for future in [self._pool.submit(self._fetch, span, freed) for span in spans(wanted)]:
+            future.result()
 
     @torch.inference_mode()  # the caller's mode does not reach this thread, and its tensors may be of that mode
-    def _chunk(self, file: Path, offset: int, destination: Tensor, freed: torch.cuda.Event | None) -> None:
-        buffer, stream = self._buffer()
-        count = destination.numel()
-        staged = buffer[:count] if destination.is_cuda else destination
-        view = staged.numpy().data
-        with file.open("rb", buffering=0) as source:
-            source.seek(offset)
-            at = 0
-            while at < count:
-                got = source.readinto(view[at:])
-                if not got:
-                    raise OSError(f"{file.name} ended {count - at} bytes early while it was read; fetch it again")
-                at += got
-        if freed is not None:
-            stream.wait_event(freed)
-            with torch.cuda.stream(stream):
-                destination.copy_(staged, non_blocking=True)
-            stream.synchronize()
+    def _fetch(self, span: "Span", freed: torch.cuda.Event | None) -> None:
+        with span.file.open("rb", buffering=0) as source:
+            if freed is None:
+                for at, destination in span.parts:
+                    source.seek(span.offset + at)
+                    _fill(source, destination.numpy().data)
+            else:
+                buffer, stream = self._buffer()
+                source.seek(span.offset)
+                _fill(source, buffer[: span.nbytes].numpy().data)
+                stream.wait_event(freed)
+                with torch.cuda.stream(stream):
+                    for at, destination in span.parts:
+                        destination.copy_(buffer[at : at + destination.numel()], non_blocking=True)
+                stream.synchronize()
         if self._on_bytes is not None:
-            self._on_bytes(count)
+            self._on_bytes(sum(destination.numel() for _, destination in span.parts))
 
     def _buffer(self) -> tuple[Tensor, torch.cuda.Stream]:
         if not hasattr(self._own, "buffer"):
             self._own.buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
             self._own.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         return self._own.buffer, self._own.stream
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Neighbours in a file that are read at once, gaps between them included: nbytes from offset on.
+
+    parts  where in the span the bytes of each piece begin, and the flat uint8 memory they go to
+    """
+
+    file: Path
+    offset: int
+    nbytes: int
+    parts: tuple[tuple[int, Tensor], ...]
+
+
+def spans(wanted: Sequence[tuple[Entry, Tensor]]) -> list[Span]:
+    """Stored tensors in the order of their bytes, as spans of CHUNK_BYTES at most.
+
+    Files keep tensors of one type together, so the scalars of 512 experts lie a few bytes apart: read one by one, four
+    bytes of them cost what a megabyte of codes costs.
+    """
+    pieces = sorted(
+        (
+            (entry.file, entry.offset + at, flat[at : at + CHUNK_BYTES])
+            for entry, flat in ((entry, destination.reshape(-1).view(torch.uint8)) for entry, destination in wanted)
+            for at in range(0, entry.nbytes, CHUNK_BYTES)
+        ),
+        key=lambda piece: piece[:2],
+    )
+    found: list[Span] = []
+    parts: list[tuple[int, Tensor]] = []
+    begin = 0
+    for number, (file, offset, flat) in enumerate(pieces):
+        begin = begin if parts else offset
+        parts.append((offset - begin, flat))
+        end = offset + flat.numel()
+        following = pieces[number + 1] if number + 1 < len(pieces) else None
+        if following is None or not (
+            following[0] == file
+            and following[1] - end <= GAP_BYTES
+            and following[1] + following[2].numel() - begin <= CHUNK_BYTES
+        ):
+            found.append(Span(file, begin, end - begin, tuple(parts)))
+            parts = []
+    return found
+
+
+def _fill(source: RawIOBase, wanted: memoryview) -> None:
+    """Read exactly so many bytes. Raises OSError where the file ends before."""
+    at = 0
+    while at < len(wanted):
+        got = source.readinto(wanted[at:])
+        if not got:
+            name = Path(str(getattr(source, "name", "the file"))).name
+            raise OSError(f"{name} ended {len(wanted) - at} bytes early while it was read; fetch it again")
+        at += got
 
 
 def _mapped(entry: Entry) -> Tensor:
