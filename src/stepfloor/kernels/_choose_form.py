@@ -72,12 +72,12 @@ def choose_variant(plan: StreamPlan, rows: int, warpgroups: bool = True) -> Vari
     if rows <= 8:
         return Variant(1, False)
     tiles = min(-(-rows // 16), MAX_ROWS // 16)
-    if warpgroups and tiles > 1 and (group := group_variant(plan, tiles)) is not None:
-        return group
-    if warpgroups and tiles > 1 and (share := share_variant(plan, tiles)) is not None:
-        return share
-    if tiles == 1:
+    if tiles == 1:  # share is faster alone, and slower in a step: 10.72 ms for 10.64 with 4 sequences of 4 rows (H200)
         return Variant(1, True)
+    if warpgroups and (group := group_variant(plan, tiles)) is not None:
+        return group
+    if warpgroups and (share := share_variant(plan, tiles)) is not None:
+        return share
     spread = spread_variant(plan, tiles)
     if spread is not None:
         return spread
