@@ -13,7 +13,7 @@ from stepfloor.errors import UserError
 from stepfloor.kernels import gdn_decode as decode_room
 from stepfloor.kernels import gdn_prefill as prefill_room
 from stepfloor.kernels._torch import DeltaRows
-from stepfloor.request import Batch, Request, SamplingParams
+from stepfloor.request import Batch, Chunk, Request, SamplingParams
 from stepfloor.step.step import StepOutput
 from stepfloor.weights.checkpoint import Checkpoint, open_checkpoint
 from tests.oracle import Oracle
@@ -195,6 +195,39 @@ def test_a_cancelled_request_stops_and_gives_everything_back(checkpoint: Checkpo
         assert served["short"] == expected
         assert engine.counters.decode_steps - steps <= 2
         assert held(engine) == before
+
+
+@pytest.mark.parametrize("at", [0, 7, 14])
+def test_a_prompt_that_runs_out_of_memory_ends_alone(
+    checkpoint: Checkpoint, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its first chunk, in the middle, in the last: an error for this request, and the ids of old for all others."""
+    engine = Engine(checkpoint, engine_config(spec_tokens=2, max_num_seqs=2, max_num_batched_tokens=7))
+    others = [Request(f"r{i}", prompt(30 + i, 9), GREEDY, 12) for i in range(3)]
+    large = Request("large", prompt(40, 17), GREEDY, 6)
+    expected = alone(checkpoint, [*others, large], spec_tokens=2)
+    before = held(engine)
+    prefill, full = engine.step._prefill, [True]
+
+    def limited(chunk: Chunk, k: int) -> torch.Tensor | None:
+        if chunk.token_ids == large.token_ids[at : at + 7] and full.pop():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore words.")
+        return prefill(chunk, k)
+
+    monkeypatch.setattr(engine.step, "_prefill", limited)
+    for request in (others[0], large, *others[1:]):
+        engine.submit(request)
+    pieces = list(engine.run())
+    (failed,) = [piece for piece in pieces if piece.request_id == "large"]
+    assert failed.finish_reason == "error"
+    assert failed.error == "the prompt could not be read: CUDA out of memory. Tried to allocate 2.00 GiB.; others go on"
+    served = collect(
+        [piece for piece in pieces if piece.request_id != "large"], {r.request_id: Served([], "", None) for r in others}
+    )
+    assert served == {r.request_id: expected[r.request_id] for r in others}
+    assert held(engine) == before
+    full.append(False)
+    assert serve(engine, large)["large"] == expected["large"]
 
 
 def test_a_request_can_be_cancelled_between_two_pieces_of_one_step(checkpoint: Checkpoint) -> None:

@@ -286,10 +286,21 @@ class Engine:
         current = None
         if batch != Batch():
             self.steps += 1
-            current = (batch, self.step.run(batch, self._masks(batch)))
+            output = self.step.run(batch, self._masks(batch))
+            current = (batch, output)
+            for slot, why in output.failed.items():
+                self._fail(slot, why)
         previous, self.under_way = self.under_way, current
         if previous is not None:
             self._deliver(*previous)
+
+    def _fail(self, slot: int, why: str) -> None:
+        """End the request of a slot that has emitted nothing yet; the others go on."""
+        request_id = self.scheduler.running[slot].request.request_id
+        piece = self.stream.push(request_id, (), "error", None)
+        self.pieces.append(replace(piece, error=f"the prompt could not be read: {why}; others go on"))
+        self.constraints.pop(request_id, None)
+        self.scheduler.end(request_id)
 
     def _constraint(self, request: Request) -> Constraint:
         token_bytes = None if self.tokenizer is None else self.tokenizer.token_bytes

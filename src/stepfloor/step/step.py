@@ -77,11 +77,13 @@ class StepOutput:
     reports   [B, R + 1] int64: emitted ids, -1 where the logits were not finite, then how many are accepted drafts
     drafts    [B, k] int64, proposed after what was emitted, of slots whose next mask depends on them
     logprobs  [1, R, 1 + 2 n] fp32 of a slot that wants them: of each emitted token, of the n best, and their ids
+    failed    slot -> why its prompt could not be read; known at once. It emits nothing, its sequence is to be ended
     """
 
     reports: tuple[Report, ...]
     drafts: tuple[Report, ...] = ()
     logprobs: tuple[Report, ...] = ()
+    failed: Mapping[int, str] = field(default_factory=dict)
 
     def wait(self) -> dict[int, list[int]]:
         """Emitted ids by slot, at least one each."""
@@ -180,22 +182,30 @@ class Step:
         for join in batch.joins:
             self._join(join)
         reports: list[Report] = []
+        failed: dict[int, str] = {}
         for chunk in batch.chunks:
-            token = self._prefill(chunk, batch.spec_tokens)
+            try:
+                token = self._prefill(chunk, batch.spec_tokens)
+            except torch.OutOfMemoryError as error:  # a prompt's work alone is not allocated beforehand
+                failed[chunk.slot] = str(error).partition("\n")[0]
+                continue
             if token is not None:
                 report = torch.cat((token[:, None], torch.zeros_like(token)[:, None]), 1)
                 reports.append(self._to_host((chunk.slot,), report))
-        if batch.decodes:
-            apart = tuple(slot for slot in batch.decodes if slot in masks or slot in self._wanted)
-            together = tuple(slot for slot in batch.decodes if slot not in apart) if self.on_gpu else batch.decodes
+        if failed and self.on_gpu:
+            torch.cuda.empty_cache()
+        decodes = tuple(slot for slot in batch.decodes if slot not in failed)
+        if decodes:
+            apart = tuple(slot for slot in decodes if slot in masks or slot in self._wanted)
+            together = tuple(slot for slot in decodes if slot not in apart) if self.on_gpu else decodes
             k = batch.spec_tokens
             if together:
                 reports.append(self._to_host(together, self._run_decodes(together, k, len(batch.decodes))))
             if apart and self.on_gpu:
                 reports.append(self._to_host(apart, self._decode(self._tensor(apart), k, apart)))
-        masked = tuple(slot for slot, _ in batch.owners if slot in masks)
+        masked = tuple(slot for slot, _ in batch.owners if slot in masks and slot not in failed)
         drafts = (self._to_host(masked, self.state.drafts[self._tensor(masked)]),) if masked else ()
-        return StepOutput(tuple(reports), drafts, tuple(self._logprobs))
+        return StepOutput(tuple(reports), drafts, tuple(self._logprobs), failed)
 
     def _run_decodes(self, decodes: tuple[int, ...], k: int, sequences: int) -> Tensor:
         """Queue the decode part for these slots of all sequences that decode, captured where it can be; its report."""
