@@ -107,7 +107,7 @@ def main() -> int:
             config, ngram_vocab_size_base=max(97, int(config.ngram_vocab_size_base * options.table_fraction))
         )
     checkpoint = random_checkpoint(config, MIXES["a"])
-    cells = [(c, kv, "device") for c in options.contexts for kv in options.kv]
+    cells = [(c, kv, "device") for c in options.contexts for kv in options.kv or ("auto", "fp8")]
     if options.pinned and options.device != "cpu":  # all memory of a CPU is alike
         pinned_at = min(max(options.contexts), options.pinned_context)
         cells += [(pinned_at, "auto", where) for where in ("device", "pinned")]
@@ -149,7 +149,7 @@ def parse() -> argparse.Namespace:
     """Arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contexts", type=lambda s: [int(v) for v in s.split(",")], default=[700, 8192, 65536, 262144])
-    parser.add_argument("--kv", type=lambda s: s.split(","), default=["auto", "fp8"], help="keys and values: auto, fp8")
+    parser.add_argument("--kv", choices=("auto", "fp8"), action="append", help="keys and values; both without it")
     parser.add_argument("--yarn", type=float, default=1.0, help="factor of YaRN, which the limit of positions has too")
     parser.add_argument("--spec-tokens", type=int, default=0)
     parser.add_argument("--steps", type=int, default=30)

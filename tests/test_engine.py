@@ -77,7 +77,7 @@ def test_company_does_not_show(checkpoint: Checkpoint, k: int, acceptance: str) 
 
 
 def test_fewer_pages_than_slots_could_fill(checkpoint: Checkpoint) -> None:
-    """Requests wait for pages, two run at most, and each gets what it gets alone."""
+    """Requests wait for pages, and each gets what it gets alone."""
     requests = mixed_requests()
     config = engine_config(spec_tokens=1, max_num_seqs=5, block_size=16)
     pages = config.pages_per_sequence
