@@ -337,11 +337,12 @@ class EngineConfig:
                 f"--block-size must be a multiple of the indexer's compress ratio "
                 f"{model.indexer_compress_ratio}; got {self.block_size}"
             )
-        if self.num_gpu_blocks_override is not None and self.num_gpu_blocks_override < self.pages_per_sequence:
+        one, every = self.pages_per_sequence, self.max_num_seqs * self.pages_per_sequence
+        if self.num_gpu_blocks_override is not None and not one <= self.num_gpu_blocks_override <= every:
             raise UserError(
-                f"--num-gpu-blocks-override must be at least {self.pages_per_sequence}, the pages of {self.block_size} "
-                f"tokens that one sequence of {self.max_model_len} (--max-model-len) may need; got "
-                f"{self.num_gpu_blocks_override}"
+                f"--num-gpu-blocks-override must be {one} to {every}, the pages of {self.block_size} tokens that one "
+                f"sequence of {self.max_model_len} (--max-model-len) and {self.max_num_seqs} of them (--max-num-seqs) "
+                f"may need; got {self.num_gpu_blocks_override}"
             )
         if not 2 <= self.max_model_len <= model.max_position_embeddings:
             raise UserError(

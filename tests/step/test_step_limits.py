@@ -49,12 +49,18 @@ def test_a_chunk_fits_a_grid() -> None:
         EngineConfig(max_num_batched_tokens=65_536).check(RELEASED)
 
 
-def test_pages_hold_one_sequence_at_least() -> None:
-    """Else a request would wait for ever."""
-    EngineConfig(spec_tokens=0, max_model_len=640, num_gpu_blocks_override=11).check(RELEASED)
-    for pages in (0, 10):
-        with pytest.raises(UserError, match=f"at least 11, .* got {pages}"):
-            EngineConfig(spec_tokens=0, max_model_len=640, num_gpu_blocks_override=pages).check(RELEASED)
+def test_pages_hold_one_sequence_at_least_and_all_at_most() -> None:
+    """Else a request would wait for ever, or memory be taken that nobody can use."""
+
+    def check(pages: int) -> None:
+        asked = EngineConfig(spec_tokens=0, max_num_seqs=3, max_model_len=640, num_gpu_blocks_override=pages)
+        asked.check(RELEASED)
+
+    check(11)
+    check(33)
+    for pages in (0, 10, 34, 100_000_000):
+        with pytest.raises(UserError, match=f"must be 11 to 33, .* got {pages}$"):
+            check(pages)
 
 
 def test_a_step_that_never_ends_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
