@@ -1,6 +1,7 @@
 """compute-sanitizer over the decode operators and whole eager steps: a verdict for each tool and piece of work.
 
-    PYTHONPATH=src python3 -m benchmarks.sanitizer [--tools memcheck,racecheck,synccheck] [--logs DIR] [--json FILE]
+    PYTHONPATH=src python3 -m benchmarks.sanitizer [--tools memcheck,racecheck,synccheck] [--cases NAME]
+                                                    [--logs DIR] [--json FILE]
 
 Work: every operator of `kernels/` at small odd shapes, CUDA and Triton kernels alike, a group of them a process; and a
 few eager steps of the shipped model (bf16), and of random small models in formats a and c, with keys and values in fp8
@@ -252,10 +253,12 @@ def _steps(device: str, mix: str | None, kv: str) -> int:
     return tokens
 
 
-def run_work(name: str, device: str) -> int:
-    """Run one piece of work here, naming each case before it begins."""
+def run_work(name: str, device: str, cases: str = "") -> int:
+    """Run one piece of work here, or those of its cases whose name begins so, naming each before it begins."""
     with torch.inference_mode():
         for case, call in WORK[name](device):
+            if not case.startswith(cases):
+                continue
             print(f"case: {case}", flush=True)
             call()
             if device != "cpu":
@@ -381,11 +384,12 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "stepfloor-sanitizer")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--commit", default="")
+    parser.add_argument("--cases", default="", help="only cases whose name begins so, as `moe_gate_up fp8_block 37`")
     parser.add_argument("--run", choices=WORK, help="run one piece of work here, without a tool")
     options = parser.parse_args()
     if options.run is not None:
         faulthandler.enable()
-        return run_work(options.run, options.device)
+        return run_work(options.run, options.device, options.cases)
     begin = time.perf_counter()
     sanitizer = find_sanitizer(options.sanitizer)
     verdicts: list[Verdict] = []
@@ -397,7 +401,8 @@ def main() -> int:
         if (limit := min(options.each_s, left())) < 10:
             verdict = Verdict(tool, work, "not run: out of time", False, 0.0, 0)
         else:
-            command = [*prefix, sys.executable, "-m", "benchmarks.sanitizer", "--run", work, "--device", options.device]
+            command = [*prefix, sys.executable, "-m", "benchmarks.sanitizer", "--run", work]
+            command += ["--device", options.device, "--cases", options.cases]
             verdict = run_tool(command, tool, work, limit, options.logs)
         print(verdict.line(), flush=True)
         return verdict
