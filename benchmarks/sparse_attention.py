@@ -7,7 +7,7 @@ check   a few shapes against the references (tests/kernels/test_qsa_triton.py, m
 decode  CUDA-graph replays of prepare, select, attend and of the three together, one call a layer, caches rotated
         past the L2, medians of rounds in alternating order; B sequences x R rows at several contexts
 chunk   8192 rows of one sequence at the beginning of a text and behind 8192 others
-pieces  attend with other sizes of its pieces; the size in use is qsa_attend.PIECE
+plans   the three together by plans of attend's kernel, and with the two kernels it replaces
 The page table holds 262144 tokens, as a server's does, but for the contexts marked "short table".
 """
 
@@ -18,6 +18,7 @@ import statistics
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,10 @@ from benchmarks.harness import (
     stopwatch,
     write_json,
 )
+from stepfloor.kernels._attend import AttendPlan, choose_attend
+from stepfloor.kernels._stream import shared_limit
 from stepfloor.kernels.qsa_attend import (
+    attend_rows,
     qsa_attend,
     qsa_attend_inputs,
     qsa_attend_reference,
@@ -63,8 +67,18 @@ ROTARY, PAGE, LONGEST = 64, 64, 262144
 LAYERS = 12
 CACHE_BYTES = 70e9
 DECODE = [(1, 1), (4, 1), (16, 1), (1, 4), (4, 4), (16, 4)]
+PLANNED = [
+    (1, 1, 700),
+    (4, 1, 700),
+    (16, 1, 700),
+    (1, 4, 1000),
+    (4, 4, 1000),
+    (16, 4, 1000),
+    (1, 4, 8192),
+    (16, 4, 8192),
+]
 CONTEXTS = [(700, 2048), (700, LONGEST), (8192, LONGEST), (131072, LONGEST)]  # tokens, tokens the table holds
-PARTS = ("check", "decode", "chunk", "pieces")
+PARTS = ("check", "decode", "chunk", "plans")
 BF16 = torch.bfloat16
 
 
@@ -219,14 +233,24 @@ class Layers:
     def select(self, index_q: Tensor, cache: SparseCache) -> Tensor:
         return qsa_select(index_q, self.slots, self.first, cache.block_keys, cache.page_table, SHAPE.ratio, SHAPE.topk)
 
-    def attend(self, q: Tensor, gate: Tensor, selected: Tensor, cache: SparseCache, **plan: int) -> Tensor:
-        operator = qsa_attend_triton if plan else qsa_attend
-        where = (self.slots, self.first, cache.keys, cache.values, cache.page_table)
-        return operator(q, gate, selected, *where, SHAPE.ratio, **plan)
+    def attend(
+        self,
+        q: Tensor,
+        gate: Tensor,
+        selected: Tensor,
+        cache: SparseCache,
+        plan: AttendPlan | None = None,
+        two: bool = False,
+    ) -> Tensor:
+        """By the operator's own choice, by a plan, or in two kernels."""
+        operands = (q, gate, selected, self.slots, self.first, cache.keys, cache.values, cache.page_table)
+        if plan is not None:
+            return attend_rows(plan, *operands)
+        return (qsa_attend_triton if two else qsa_attend)(*operands, SHAPE.ratio)
 
-    def all(self, cache: SparseCache) -> Tensor:
+    def all(self, cache: SparseCache, plan: AttendPlan | None = None, two: bool = False) -> Tensor:
         q, gate, index_q = self.prepare(cache)
-        return self.attend(q, gate, self.select(index_q, cache), cache)
+        return self.attend(q, gate, self.select(index_q, cache), cache, plan, two)
 
 
 def chain_length(b: int, r: int, context: int) -> int:
@@ -318,7 +342,7 @@ def chain(run: Callable[[SparseCache], object], caches: list[SparseCache]) -> to
     return capture(every)
 
 
-# ---------------------------------------------------------------------- chunks and pieces
+# ---------------------------------------------------------------------- chunks and plans
 
 
 def chunk(options: argparse.Namespace, device: torch.device) -> list[dict[str, object]]:
@@ -353,35 +377,35 @@ def time_calls(run: Callable[[SparseCache], object], caches: list[SparseCache], 
     return statistics.median(elapsed_us(every) for _ in range(rounds)) / 1e3 / len(caches)
 
 
-def pieces(options: argparse.Namespace, device: torch.device) -> list[dict[str, object]]:
-    """Attend by size of a piece."""
-    sizes = (32, 64, 128)
+def plans(options: argparse.Namespace, device: torch.device) -> list[dict[str, object]]:
+    """A layer by the plan of attend: blocks of a cluster, and pieces of values on the way."""
+    clusters, slots = (4, 5, 6, 7, 8), (1, 2)
+    names = [f"{cluster} x {slot}" for slot in slots for cluster in clusters]
     say(
-        f"attend, us a layer, by kept positions of a piece\n{'context':>20}{'B x R':>8}"
-        + "".join(f"{s:>9}" for s in sizes)
+        f"us a layer, by cluster x value slots\n{'context':>20}{'B x R':>8}{'two':>8}"
+        + "".join(f"{n:>8}" for n in names)
     )
     lines: list[dict[str, object]] = []
-    for b, r, context in ((1, 1, 700), (1, 4, 700), (16, 4, 700), (1, 4, 8192), (16, 4, 8192)):
+    for b, r, context in PLANNED:
         layers = Layers(b, r, context, LONGEST, chain_length(b, r, context), device)
-        q, gate, index_q = layers.prepare(layers.caches[0])
-        selected = layers.select(index_q, layers.caches[0])
-        graphs: dict[str, torch.cuda.CUDAGraph] = {}
-        for size in sizes:
-
-            def run(
-                c: SparseCache,
-                size: int = size,
-                layers: Layers = layers,
-                q: Tensor = q,
-                g: Tensor = gate,
-                s: Tensor = selected,
-            ) -> Tensor:
-                return layers.attend(q, g, s, c, piece=size)
-
-            graphs[str(size)] = chain(run, layers.caches)
+        q, *_ = layers.prepare(layers.caches[0])
+        chosen = choose_attend(q, layers.caches[0].keys, SHAPE.ratio, SHAPE.topk, shared_limit(device))
+        if chosen is None:
+            raise RuntimeError("attend's kernel cannot be built here")
+        runs: dict[str, Callable[[SparseCache], object]] = {
+            "two": lambda cache, layers=layers: layers.all(cache, two=True)
+        }
+        for name in names:
+            cluster, slot = (int(number) for number in name.split(" x "))
+            plan = replace(chosen, cluster=cluster, value_slots=slot)
+            if plan.fits(shared_limit(device)):
+                runs[name] = lambda cache, layers=layers, plan=plan: layers.all(cache, plan)
+        graphs = {name: chain(run, layers.caches) for name, run in runs.items()}
         times = medians_us(graphs, len(layers.caches), options.rounds)
-        say(f"{context:>20}{f'{b} x {r}':>8}" + "".join(f"{us:9.2f}" for us in times.values()))
+        shown = (f"{times[name]:8.2f}" if name in times else f"{'':8}" for name in ("two", *names))
+        say(f"{context:>20}{f'{b} x {r}':>8}" + "".join(shown))
         lines.append({"context": context, "sequences": b, "rows": r, "us": {n: round(t, 2) for n, t in times.items()}})
+        del graphs
         torch.cuda.empty_cache()
     return lines
 
@@ -390,7 +414,7 @@ RUN: dict[str, Callable[[argparse.Namespace, torch.device], object]] = {
     "check": check,
     "decode": decode,
     "chunk": chunk,
-    "pieces": pieces,
+    "plans": plans,
 }
 
 

@@ -522,7 +522,9 @@ def test_sparse_attention(
             lambda b, r, context, device, check=check: check(min(b, 2), min(r, 4), min(context, 40), device),
         )
     operator = sparse_attention.qsa_attend
-    monkeypatch.setattr(sparse_attention, "qsa_attend_triton", lambda *given, piece: operator(*given))
+    monkeypatch.setattr(sparse_attention, "qsa_attend_triton", operator)
+    monkeypatch.setattr(sparse_attention, "attend_rows", lambda plan, *given: operator(*given, plan.ratio))
+    monkeypatch.setattr(sparse_attention, "shared_limit", lambda device: 227 * 1024)
     output = tmp_path / "attention.json"
     assert run("benchmarks.sparse_attention", "--rounds", "2", "--json", str(output)) == 0
     found, printed = json.loads(output.read_text()), capsys.readouterr().out
@@ -530,7 +532,10 @@ def test_sparse_attention(
     assert len(found["check"]) == 9
     assert set(found["decode"][0]["us"]) == {"prepare", "select", "attend", "all"}
     assert [line["context"] for line in found["chunk"]] == [0, 8192]
-    assert set(found["pieces"][0]["us"]) == {"32", "64", "128"}
+    assert set(found["plans"][0]["us"]) == {
+        "two",
+        *(f"{cluster} x {slots}" for cluster in range(4, 9) for slots in (1, 2)),
+    }
     assert "70 short table" in printed
 
 

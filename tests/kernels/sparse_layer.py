@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepfloor.kernels.qsa_attend import qsa_attend
+from stepfloor.kernels.qsa_attend import kept_positions, qsa_attend
 from stepfloor.kernels.qsa_prepare import SparseCache, SparseNorms, SparseShape, qsa_prepare
 from stepfloor.kernels.qsa_select import qsa_select
+from tests.kernels.compare import UNIT, assert_within
 from tests.kernels.source import Recording
 
 PAGE_BLOCKS = 2
@@ -132,3 +133,32 @@ class SparseLayer:
 def same_bits(one: Any, other: Any) -> bool:
     """Equal, NaN where NaN."""
     return torch.equal(one.nan_to_num(nan=12345.0), other.nan_to_num(nan=12345.0))
+
+
+def assert_attended(ours: Tensor, inputs: dict[str, Any], rows: list[int]) -> None:
+    """Within the roundings of the exact result, which are those of the reference (one of them is at another place).
+
+    A score sums head_dim products in float32, no larger than the lengths' product; an error of it is a relative one of
+    its weight, and of the sum of weights. Weights are rounded to the model's dtype once, relative to themselves: at
+    most a unit of the sum of |weight value|. Up to `kept` of them are summed twice in float32, with an exponential or
+    two of 2**-22 each. The result, the gate and their product are rounded once each. Tensor cores cut sums off rather
+    than round them: float32 units count twice.
+    """
+    q, keys, values = inputs["q"].double(), inputs["keys"], inputs["values"]
+    heads, page, unit = q.shape[2], keys.shape[1], UNIT[inputs["q"].dtype]
+    gate = torch.sigmoid(inputs["gate"].double()).unflatten(-1, (heads, -1))
+    for b in range(q.shape[0]):
+        table, first = inputs["page_table"][inputs["slots"][b]], int(inputs["first"][b])
+        for r in rows:
+            at = kept_positions(inputs["selected"][b, r], first + r, inputs["ratio"])
+            k, v = (
+                x[table[at // page], at % page].double().repeat_interleave(heads // x.shape[2], 1)
+                for x in (keys, values)
+            )
+            weights = (torch.einsum("hd,nhd->hn", q[b, r], k) / q.shape[3] ** 0.5).softmax(-1)
+            wanted = torch.einsum("hn,nhd->hd", weights, v) * gate[b, r]
+            reach = torch.einsum("hn,nhd->hd", weights, v.abs()) * gate[b, r]
+            size = float((q[b, r].norm(dim=-1) * k.norm(dim=-1).amax(0)).max()) * q.shape[3] ** 0.5
+            sums = (2 * size + 2 * len(at) + 16) * 2 * 2.0**-24
+            bound = 1.02 * ((sums + unit) * reach + 3 * unit * wanted.abs())
+            assert_within(ours[b, r].double(), wanted.flatten(), bound.flatten())

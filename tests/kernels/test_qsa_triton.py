@@ -27,6 +27,7 @@ from stepfloor.kernels.qsa_prepare import (
 from stepfloor.kernels.qsa_select import qsa_select, qsa_select_inputs, qsa_select_reference, qsa_select_triton
 from tests.kernels.compare import UNIT, assert_same, assert_within, copied
 from tests.kernels.compiled import Case, assert_compiles
+from tests.kernels.sparse_layer import assert_attended
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -281,35 +282,6 @@ def attend_inputs(
     return inputs
 
 
-def assert_attended(ours: Tensor, inputs: dict[str, Any], rows: list[int]) -> None:
-    """Within the roundings of the exact result, which are those of the reference (one of them is at another place).
-
-    A score sums head_dim products in float32, no larger than the lengths' product; an error of it is a relative one of
-    its weight, and of the sum of weights. Weights are rounded to the model's dtype once, relative to themselves: at
-    most a unit of the sum of |weight value|. Up to `kept` of them are summed twice in float32, with an exponential or
-    two of 2**-22 each. The result, the gate and their product are rounded once each. Tensor cores cut sums off rather
-    than round them: float32 units count twice.
-    """
-    q, keys, values = inputs["q"].double(), inputs["keys"], inputs["values"]
-    heads, page, unit = q.shape[2], keys.shape[1], UNIT[inputs["q"].dtype]
-    gate = torch.sigmoid(inputs["gate"].double()).unflatten(-1, (heads, -1))
-    for b in range(q.shape[0]):
-        table, first = inputs["page_table"][inputs["slots"][b]], int(inputs["first"][b])
-        for r in rows:
-            at = kept_positions(inputs["selected"][b, r], first + r, inputs["ratio"])
-            k, v = (
-                x[table[at // page], at % page].double().repeat_interleave(heads // x.shape[2], 1)
-                for x in (keys, values)
-            )
-            weights = (torch.einsum("hd,nhd->hn", q[b, r], k) / q.shape[3] ** 0.5).softmax(-1)
-            wanted = torch.einsum("hn,nhd->hd", weights, v) * gate[b, r]
-            reach = torch.einsum("hn,nhd->hd", weights, v.abs()) * gate[b, r]
-            size = float((q[b, r].norm(dim=-1) * k.norm(dim=-1).amax(0)).max()) * q.shape[3] ** 0.5
-            sums = (2 * size + 2 * len(at) + 16) * 2 * 2.0**-24
-            bound = 1.02 * ((sums + unit) * reach + 3 * unit * wanted.abs())
-            assert_within(ours[b, r].double(), wanted.flatten(), bound.flatten())
-
-
 @pytest.mark.parametrize(("dtype", "kv"), [(FP32, FP32), (BF16, BF16), (BF16, FP8)], ids=str)
 @pytest.mark.parametrize(("context", "piece"), [(0, 64), (9, 64), (30, 16)], ids=str)
 def test_attended_rows_lie_at_the_exact_result(
@@ -444,9 +416,6 @@ def test_prepare_on_a_gpu(
     b: int, r: int, context: int, kv: torch.dtype, shape: SparseShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = prepare_inputs(b, r, context, shape, BF16, kv)
-    # as allocated: ratio + drafts, fewer than a chunk has rows
-    ring = shape.ratio + min(r, 8) - 1
-    inputs["cache"] = replace(inputs["cache"], raw_keys=inputs["cache"].raw_keys[:, :ring].contiguous())
     wanted, ours, again = copied(inputs), copied(inputs), copied(inputs)
     reference = qsa_prepare_reference(**wanted)
     with poisoned_memory(monkeypatch):

@@ -5,25 +5,41 @@
 
 Source: transformers 5.24, Qwen4ExpTextAttention.forward with eager_attention_forward.
 
-On a GPU a decode step takes two kernels: PIECE kept positions of one row and key head per program, with all query
-heads that share the key head; then the pieces of a row are joined in their order and gated. Pieces and their order
-follow from the row's own position, so its bits depend on nothing else. Rows of a prompt chunk (more than
-MOST_DECODE_ROWS) go over all their positions in one program: eight rows together as long as they keep everything,
-later row by row, which gathers what each selected. Their sums have another order than a decode step's.
+On a GPU a decode step in bf16 takes one kernel (`qsa_attend.cu`): a cluster of blocks a key head, whose rows share
+what they read as long as they keep everything. What that refuses, other types and devices, takes two: 64 kept
+positions of one row and key head per program, with all query heads that share the key head; then the pieces of a row
+are joined in their order and gated. In either, pieces and their order follow from the row's own position, so its bits
+depend on nothing else. Rows of a prompt chunk (more than MOST_DECODE_ROWS) go over all their positions in one program:
+eight rows together as long as they keep everything, later row by row, which gathers what each selected. Their sums
+have another order than a decode step's.
 
 The reference rounds p, relative to the whole row's softmax. A kernel rounds a piece's exp(s - max of the piece) and
 divides later: each weight is rounded once as well, by at most 2**-8 of itself in bf16, but elsewhere. So a kernel is as
 close to the exact result as the reference is, and the two lie within twice that bound of each other.
 """
 
+import logging
+from functools import cache
+
 import torch
 from torch import Tensor
 
-from stepfloor.kernels._jit import dependent_launch, runs_triton, start, tl, triton
+from stepfloor.kernels._attend import PIECE, AttendPlan, attend_launch, choose_attend, pack_attend
+from stepfloor.kernels._jit import (
+    default_cache_dir,
+    dependent_launch,
+    missing_for_cuda,
+    runs_triton,
+    start,
+    tl,
+    triton,
+)
+from stepfloor.kernels._stream import readable, say_once, shared_limit
 from stepfloor.kernels._torch import sigmoid
 
+logger = logging.getLogger(__name__)
+
 MOST_DECODE_ROWS = 16
-PIECE = 64  # kept positions of one program: 64 KB of keys and values, 22 programs at 700 tokens, 66 at 2051
 JOINED = 16  # pieces that are joined at a time
 
 
@@ -86,7 +102,10 @@ def qsa_attend(
     slots, first  [B] int64; first is the position of each sequence's first row
     keys, values  [pages, P, KV heads, head_dim], in the dtype of q or float8_e4m3fn; page_table [slots, pages] int64
     ratio         tokens per block
-    Returns [B, R, H * head_dim] in the dtype of q. Raises ValueError if the shapes disagree.
+    Returns [B, R, H * head_dim] in the dtype of q. On a GPU, what comes before the kernel before this one has to be
+    there when that one lets this one start: the caches, q, first and slots are read then. qsa_select, which writes
+    `selected`, sees to it. The first call of a shape loads its kernel, which a graph capture must not do. Raises
+    ValueError if the shapes disagree.
     """
     if q.ndim != 4 or selected.shape[:2] != q.shape[:2] or gate.shape != (*q.shape[:2], q.shape[2] * q.shape[3]):
         raise ValueError(
@@ -97,9 +116,70 @@ def qsa_attend(
         raise ValueError(
             f"qsa_attend wants slots and first [{q.shape[0]}]; got {tuple(slots.shape)}, {tuple(first.shape)}"
         )
+    operands = (q, gate, selected, slots, first, keys, values, page_table)
+    if q.is_cuda and q.shape[1] <= MOST_DECODE_ROWS:
+        plan = choose_attend(q, keys, ratio, selected.shape[2], shared_limit(q.device))
+        if _why_not_cuda(plan, q.device, _as_the_kernel_reads(*operands)) is None and plan is not None:
+            return attend_rows(plan, *operands)
     if runs_triton(q):
-        return qsa_attend_triton(q, gate, selected, slots, first, keys, values, page_table, ratio)
-    return qsa_attend_reference(q, gate, selected, slots, first, keys, values, page_table, ratio)
+        return qsa_attend_triton(*operands, ratio)
+    return qsa_attend_reference(*operands, ratio)
+
+
+def attend_rows(
+    plan: AttendPlan,
+    q: Tensor,
+    gate: Tensor,
+    selected: Tensor,
+    slots: Tensor,
+    first: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    page_table: Tensor,
+) -> Tensor:
+    """Queue the CUDA kernel of a decode step."""
+    q, gate, selected = readable(q), readable(gate), selected.contiguous()
+    out = torch.empty_like(gate)
+    launch = attend_launch(plan, q.shape[0] * q.shape[1] * plan.kv_heads, q.device, default_cache_dir())
+    launch(pack_attend(q, gate, selected, slots, first, keys, values, page_table, out))
+    return out
+
+
+def _as_the_kernel_reads(
+    q: Tensor,
+    gate: Tensor,
+    selected: Tensor,
+    slots: Tensor,
+    first: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    page_table: Tensor,
+) -> bool:
+    """Whether dtypes, strides and alignment are those that the addresses in the kernel assume."""
+    return (
+        q.dtype == gate.dtype == torch.bfloat16
+        and keys.dtype == values.dtype
+        and keys.dtype in (torch.bfloat16, torch.float8_e4m3fn)
+        and all(t.dtype == torch.int64 for t in (selected, slots, first, page_table))
+        and all(t.is_contiguous() for t in (slots, first, keys, values, page_table))
+        and keys.data_ptr() % 16 == 0
+        and values.data_ptr() % 16 == 0
+    )
+
+
+@cache
+def _why_not_cuda(plan: AttendPlan | None, device: torch.device, readable: bool) -> str | None:
+    """Why the CUDA kernel does not run, said once."""
+    reason = missing_for_cuda()
+    if reason is None and not readable:
+        reason = "the kernel reads bf16 rows, and contiguous caches in bf16 or E4M3"
+    if reason is None and plan is None:
+        reason = "the kernel cannot be built for these heads"
+    if reason is None and torch.cuda.get_device_capability(device)[0] < 9:
+        reason = "the kernel needs compute capability 9.0 (clusters)"
+    if reason is not None:
+        say_once(logger, f"qsa_attend does not run its CUDA kernel: {reason}")
+    return reason
 
 
 def qsa_attend_triton(

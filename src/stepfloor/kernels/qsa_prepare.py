@@ -385,7 +385,8 @@ def qsa_prepare_inputs(
             rand(total, page, shape.kv_heads, shape.head_dim).to(dtype),
             rand(total, page, shape.kv_heads, shape.head_dim).to(dtype),
             rand(total, page // shape.ratio, shape.index_dim).to(dtype),
-            rand(b + 1, shape.ratio + r, shape.index_dim).to(dtype),
+            # as allocated: ratio + drafts, fewer than a chunk has rows
+            rand(b + 1, shape.ratio + min(r, 8) - 1, shape.index_dim).to(dtype),
             # page 0 is nobody's
             torch.cat(
                 (

@@ -48,6 +48,13 @@ inline float __uint_as_float(u32 bits) {
 }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
+inline int __ffs(u32 word) { return __builtin_ffs((int)word); }
+inline u32 __byte_perm(u32 a, u32 b, u32 selector) {  // without the selector's sign bits
+  const u64 bytes = (u64)b << 32 | a;
+  u32 v = 0;
+  for (int i = 0; i < 4; i++) v |= (u32)(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+  return v;
+}
 inline int __popc(u32 word) { return __builtin_popcount(word); }
 inline float __expf(float x) { return expf(x); }
 inline u32 atomicOr(u32* at, u32 bits) { return std::atomic_ref<u32>(*at).fetch_or(bits); }

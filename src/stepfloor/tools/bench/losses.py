@@ -25,7 +25,7 @@ KERNELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (EXPERTS, ("moe_gate_up", "moe_down", "_gate_up", "_products", "_sum_kernel", "decode_experts")),
     (HYPER, ("hc_", "_norms", "_activations", "_gates")),
     (DELTA, ("gdn_", "_recur", "_close", "_solve", "_scan", "_read")),
-    (ATTENTION, ("_piece", "_join", "_prepare", "_choose", "_score", "_dense", "_gather")),
+    (ATTENTION, ("qsa_", "_piece", "_join", "_prepare", "_choose", "_score", "_dense", "_gather")),
     (ROUTING, ("moe_route", "_route")),
     (EMBEDDING, ("_embed", "_ngram", "_gate_kernel", "_convolve", "_keep")),
     (DRAFTER, ("_mtp",)),

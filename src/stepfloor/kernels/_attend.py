@@ -1,0 +1,141 @@
+"""`qsa_attend.cu`, sparse attention of a decode step in one kernel: its plan and its launch.
+
+Source: qsa_attend.py, which has the operator and its reference.
+"""
+
+import struct
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from stepfloor.kernels._jit import Launch, compile_cuda, device_arch
+
+PIECE = 64  # positions
+CLUSTER = (
+    7  # blocks; an H200 runs 36 such clusters at a time with two blocks a multiprocessor, and 16 sequences want 32
+)
+SHARED_OF_TWO = 113 * 1024
+TILES = (4, 2, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class AttendPlan:
+    """A specialisation of `qsa_attend.cu`, whose macros have these names. `cluster` alone decides the bits of a row.
+
+    dim    values of a head; ratio, topk  positions of a block, blocks that a row selects; page  positions of a page
+    fp8    whether keys and values are E4M3
+    tile   most rows of a sequence that share what they read
+    value_slots  pieces of values in shared memory
+    """
+
+    heads: int
+    kv_heads: int
+    dim: int
+    ratio: int
+    topk: int
+    page: int
+    fp8: bool
+    tile: int
+    cluster: int = CLUSTER
+    value_slots: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.dim
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block, as the kernel lays it out."""
+        m, width = self.tile * self.heads // self.kv_heads, self.dim * (1 if self.fp8 else 2)
+        pieces = PIECE * (width + (32 if self.fp8 else 64)) + self.value_slots * PIECE * (width + 16)
+        floats = (2 * PIECE // 8 + 2 + 2 * self.cluster) * m
+        return max(pieces, m * (self.dim * 4 + 16)) + m * (self.dim * 2 + 64 + PIECE * 2 + 16) + 4 * floats
+
+    @property
+    def per_multiprocessor(self) -> int:
+        """Blocks of a multiprocessor."""
+        return 2 if self.shared_bytes <= SHARED_OF_TWO else 1
+
+    def fits(self, shared_limit: int) -> bool:
+        """Whether the kernel can be built for these sizes; shared_limit is what a block can have."""
+        group = self.heads // self.kv_heads
+        return (
+            self.heads % self.kv_heads == 0
+            and self.dim in (64, 128, 256)
+            and self.page % self.ratio == 0
+            and self.tile * group <= self.threads
+            and self.shared_bytes <= shared_limit
+        )
+
+    def macros(self) -> dict[str, int]:
+        """The macros that specialise the kernel."""
+        return {
+            "HEADS": self.heads,
+            "KV_HEADS": self.kv_heads,
+            "DIM": self.dim,
+            "RATIO": self.ratio,
+            "TOPK": self.topk,
+            "PAGE": self.page,
+            "FP8": int(self.fp8),
+            "TILE": self.tile,
+            "CLUSTER": self.cluster,
+            "VALUE_SLOTS": self.value_slots,
+            "PER_SM": self.per_multiprocessor,
+            "SHARED_BYTES": self.shared_bytes,
+        }
+
+
+def choose_attend(q: Tensor, keys: Tensor, ratio: int, topk: int, shared_limit: int) -> AttendPlan | None:
+    """The plan for q [B, R, H, head_dim] and keys [pages, P, KV heads, head_dim]; None where none can be built."""
+    heads, dim = q.shape[2:]
+    page, kv_heads = keys.shape[1:3]
+    fp8 = keys.dtype == torch.float8_e4m3fn
+    for tile in TILES:
+        plan = AttendPlan(heads, kv_heads, dim, ratio, topk, page, fp8, tile)
+        if (tile == 1 or tile < 2 * q.shape[1]) and plan.fits(shared_limit):
+            return plan
+    return None
+
+
+@cache
+def attend_launch(
+    plan: AttendPlan, units: int, device: torch.device, cache_dir: Path, dependent: bool = True
+) -> Launch:
+    """The compiled kernel, once a process; units  key heads times rows. The first call loads it."""
+    cubin = compile_cuda("qsa_attend.cu", plan.macros(), device_arch(device), cache_dir)
+
+    def launch(clusters: int) -> Launch:
+        blocks, shared = clusters * plan.cluster, plan.shared_bytes
+        return Launch(
+            cubin,
+            "qsa_attend_kernel",
+            device,
+            blocks,
+            plan.threads,
+            shared,
+            cluster=plan.cluster,
+            dependent=dependent,
+        )
+
+    return launch(min(units, max(1, launch(1).clusters_at_once)))
+
+
+def pack_attend(
+    q: Tensor,
+    gate: Tensor,
+    selected: Tensor,
+    slots: Tensor,
+    first: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    page_table: Tensor,
+    out: Tensor,
+) -> bytes:
+    """struct Arguments of `qsa_attend.cu`."""
+    tensors = (q, gate, selected, slots, first, keys, values, page_table, out)
+    sizes = (q.shape[0], q.shape[1], page_table.shape[1])
+    return struct.pack("9P3if", *(tensor.data_ptr() for tensor in tensors), *sizes, q.shape[3] ** -0.5)

@@ -1,0 +1,403 @@
+// Sparse attention of a decode step: rows of a sequence over the positions they keep, with the output gate, in one kernel.
+// Source: qsa_attend.py, which has the operator; _attend.py states the plan that the macros below repeat.
+//
+// A unit is one key head of one row, or of TILE rows of a sequence that keep all their positions: those share what they read. A
+// cluster has a unit, its blocks every CLUSTER-th piece of 64 kept positions, and it joins the blocks' sums in their
+// order. Pieces and their order follow from a row's own position, and a piece in which a row keeps nothing changes none
+// of its bits, so a row has the same ones alone and beside others.
+//
+// In a block a warp has 8 of a piece's positions for the scores and 32 of the dimensions for the values. Keys and values
+// of earlier steps, and what qsa_prepare wrote, are there before the kernel before this one (qsa_select) has ended: where the
+// selection is not needed they are requested before it does.
+
+#include "stream.cuh"
+#include "e4m3.cuh"
+
+// HEADS, KV_HEADS  query heads and key heads of a row
+// DIM              values of a head
+// RATIO, TOPK      positions of a block; blocks that a row selects
+// PAGE             positions of a page
+// FP8              whether keys and values are E4M3
+// TILE             most rows of a unit
+// CLUSTER          blocks of a cluster; VALUE_SLOTS  pieces of values in shared memory; PER_SM  blocks of a multiprocessor
+
+constexpr int PIECE = 64;
+constexpr int WARPS = DIM / 32;
+constexpr int THREADS = WARPS * 32;
+constexpr int GROUP = HEADS / KV_HEADS;      // query heads that share a key head
+constexpr int M = TILE * GROUP;              // rows of the products: query heads of the unit
+constexpr int TILES = (M + 15) / 16;         // of the matrix unit
+constexpr int NUMBERS = PIECE / 8 / WARPS;   // 8-position parts of a piece that a warp scores
+constexpr int BYTES = FP8 ? 1 : 2;           // of a cached value
+// Rows lie so far apart that the lanes of a load meet every bank once.
+constexpr int QUERY_PITCH = DIM * 2 + 64;
+constexpr int KEY_PITCH = DIM * BYTES + (FP8 ? 32 : 64);
+constexpr int VALUE_PITCH = DIM * BYTES + 16;
+constexpr int WEIGHT_PITCH = PIECE * 2 + 16;
+constexpr int SUM_PITCH = DIM * 4 + 16;
+constexpr int VALUES_AT = PIECE * KEY_PITCH;
+constexpr int PIECES_END = VALUES_AT + VALUE_SLOTS * PIECE * VALUE_PITCH;
+constexpr int SUMS_END = M * SUM_PITCH;  // they lie where the pieces were
+constexpr int QUERIES_AT = PIECES_END > SUMS_END ? PIECES_END : SUMS_END;
+constexpr int WEIGHTS_AT = QUERIES_AT + M * QUERY_PITCH;
+constexpr int FLOATS_AT = WEIGHTS_AT + M * WEIGHT_PITCH;
+constexpr int SHARED = FLOATS_AT + (2 * PIECE / 8 + 2 + 2 * CLUSTER) * M * 4;
+static_assert(SHARED == SHARED_BYTES, "plan");
+static_assert(DIM % 32 == 0 && NUMBERS * WARPS * 8 == PIECE && PIECE <= THREADS && M <= THREADS && PAGE % RATIO == 0, "plan");
+
+struct Arguments {
+  const u16* q;     // [sequence][row][HEADS][DIM]
+  const u16* gate;  // as q
+  const long long* selected;  // [sequence][row][TOPK]
+  const long long* slots;
+  const long long* first;
+  const u8* keys;  // [page][PAGE][KV_HEADS][DIM]
+  const u8* values;
+  const long long* page_table;  // [slot][pages]
+  u16* out;                     // as q
+  int sequences, rows, pages;
+  float scale;
+};
+
+constexpr u32 NONE = 0xff800000u;  // minus infinity
+
+DEVICE float larger(float a, float b) { return a > b ? a : b; }
+
+// Two codes, the upper bytes of both halves, as a pair of bf16; the lower bytes count nothing.
+DEVICE u32 widen_pair(u32 codes) {
+  return multiply_pair(mask_or(codes >> 4, 0x07f007f0u, codes & 0x80008000u), E4M3_POWER);
+}
+
+DEVICE int last_of_tile(const Arguments& a, int row) { return min(row / TILE * TILE + TILE, a.rows) - 1; }
+DEVICE bool keeps_all(int begin, int row) { return (begin + row + 1) / RATIO <= TOPK; }
+
+// The next number from this one on, in steps, that is a unit: rows that keep everything go with the first of their tile.
+DEVICE int next_unit(const Arguments& a, int number, int step) {
+  const int per_row = a.sequences * KV_HEADS, numbers = per_row * a.rows;
+  while (number < numbers && number / per_row % TILE != 0) {
+    const int mine = number + threadIdx.x % 32 * step, row = mine / per_row;
+    bool found = mine < numbers;
+    if (found && row % TILE != 0) {
+      found = !keeps_all((int)load_global_u64(a.first + mine % per_row / KV_HEADS), last_of_tile(a, row));
+    }
+    const u32 all = warp_ballot(found);
+    if (all != 0) return number + (__ffs(all) - 1) * step;
+    number += 32 * step;
+  }
+  return number;
+}
+
+// What a unit attends to.
+struct Unit {
+  int sequence, kv, row, count;  // rows row ... row + count - 1
+  int kept;                      // positions that the last of them keeps
+  bool all;                      // whether they keep every position
+  const long long* selected;     // of the row, if it does not
+  const long long* page_table;   // of the sequence
+  int inside, complete;          // positions in selected blocks; first position behind complete blocks
+
+  // The unit of a key head and a row, which is the first of its tile or keeps not everything.
+  DEVICE Unit(const Arguments& a, int number) {
+    const int per_row = a.sequences * KV_HEADS;
+    row = number / per_row;
+    sequence = number % per_row / KV_HEADS;
+    kv = number % KV_HEADS;
+    const int begin = (int)load_global_u64(a.first + sequence), slot = (int)load_global_u64(a.slots + sequence);
+    const int last = last_of_tile(a, row);
+    page_table = a.page_table + (u64)slot * a.pages;
+    all = keeps_all(begin, last);
+    count = all ? last - row + 1 : 1;
+    const int position = begin + row + count - 1;
+    complete = (position + 1) / RATIO * RATIO;
+    inside = min(complete, TOPK * RATIO);
+    kept = inside + position + 1 - complete;
+    selected = a.selected + (u64)(sequence * a.rows + row) * TOPK;
+  }
+
+  // How many positions query head m keeps.
+  DEVICE int kept_by(int m) const {
+    const int of = m / GROUP;
+    return of < count ? kept - (count - 1 - of) : 0;
+  }
+
+  // Where kept position j lies in the cache; past the last one, where that lies.
+  DEVICE u32 place(const Arguments& a, int j) const {
+    j = min(j, kept - 1);
+    int at = j;
+    if (!all) at = j < inside ? (int)load_global_u64(selected + j / RATIO) * RATIO + j % RATIO : complete + j - inside;
+    const int page = min(at / PAGE, a.pages - 1);
+    return (u32)load_global_u64(page_table + page) * PAGE + at % PAGE;
+  }
+};
+
+// Requests one piece of keys or values: a warp has 8 / NUMBERS-th of its rows, lanes the 16-byte parts of a row.
+DEVICE void request(u32 to, int pitch, const u8* from, int kv, u32 places, int first_row) {
+  constexpr int PARTS = DIM * BYTES / 16, AT_ONCE = PARTS < 32 ? 32 / PARTS : 1;
+  static_assert(PARTS <= 32, "a row of a head has more bytes than a warp copies at once");
+  const int lane = threadIdx.x % 32, part = lane % PARTS, among = lane / PARTS;
+#pragma unroll
+  for (int i = 0; i < PIECE / WARPS; i += AT_ONCE) {
+    const u32 place = from_lane(places, i + among);
+    copy16(to + (first_row + i + among) * pitch + part * 16, from + ((u64)place * KV_HEADS + kv) * (DIM * BYTES) + part * 16);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) qsa_attend_kernel(const __grid_constant__ Arguments a) {
+  extern __shared__ __align__(128) u8 shared[];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int rank = blockIdx.x % CLUSTER;
+  const u32 key_tile = shared_address(shared), value_tiles = key_tile + VALUES_AT;
+  const u32 queries = key_tile + QUERIES_AT, weights = key_tile + WEIGHTS_AT;
+  float* const part_max = (float*)(shared + FLOATS_AT);  // [part of 8 positions][M]
+  float* const part_sum = part_max + PIECE / 8 * M;
+  float* const base = part_sum + PIECE / 8 * M;  // [M], what scores are taken from
+  float* const fade = base + M;                  // [M], what sums so far are worth
+  float* const all_max = fade + M;               // [block of the cluster][M]
+  float* const all_sum = all_max + CLUSTER * M;
+  constexpr int OWN_ROWS = PIECE / WARPS;
+  const int step = gridDim.x / CLUSTER;
+  bool met = false;  // the other blocks have started
+  cluster_arrive_at_once();
+#pragma unroll 1
+  for (int number = next_unit(a, blockIdx.x / CLUSTER, step); number < a.sequences * KV_HEADS * a.rows;
+       number = next_unit(a, number + step, step)) {
+    const Unit unit(a, number);
+    if (!unit.all) wait_for_predecessor();  // who selects
+    const int pieces = (unit.kept + PIECE - 1) / PIECE;
+    const u64 head = ((u64)unit.sequence * a.rows + unit.row) * HEADS + unit.kv * GROUP;  // of the first row
+
+    auto places_of = [&](int piece) { return unit.place(a, piece * PIECE + warp * OWN_ROWS + lane % OWN_ROWS); };
+    auto request_keys = [&](u32 places) { request(key_tile, KEY_PITCH, a.keys, unit.kv, places, warp * OWN_ROWS); };
+    auto request_values = [&](u32 places, int slot) {
+      request(value_tiles + slot * PIECE * VALUE_PITCH, VALUE_PITCH, a.values, unit.kv, places, warp * OWN_ROWS);
+    };
+    u32 places = 0;
+    if (rank < pieces) {
+      places = places_of(rank);
+      request_keys(places);
+      for (int i = threadIdx.x; i < unit.count * GROUP * (DIM / 8); i += THREADS) {
+        const int m = i / (DIM / 8), part = i % (DIM / 8);
+        copy16(queries + m * QUERY_PITCH + part * 16, a.q + (head + m / GROUP * HEADS + m % GROUP) * DIM + part * 8);
+      }
+      copies_commit();
+      request_values(places, 0);
+      copies_commit();
+    }
+    wait_for_predecessor();
+    launch_dependents();  // not before: see moe_gate_up.cu
+
+    float sums[TILES][4][4] = {};  // of dimensions 32 warp + 8 t + 4 half + i: [tile][i], two rows of two halves
+    float most = __uint_as_float(NONE), total = 0.f;  // of query head threadIdx.x
+    int slot = 0;
+#pragma unroll 1
+    for (int piece = rank; piece < pieces; piece += CLUSTER) {
+      copies_wait<1>();
+      __syncthreads();  // keys are there
+      float scores[NUMBERS][TILES][4] = {};
+#pragma unroll 1
+      for (int s = 0; s < DIM / 32; s++) {
+        // a lane's 8 dimensions of 32 are operands of two steps, for queries and keys alike
+        Words k[NUMBERS];
+#pragma unroll
+        for (int n = 0; n < NUMBERS; n++) {
+          const u32 at = key_tile + ((n * WARPS + warp) * 8 + g) * KEY_PITCH + (s * 32 + t * 8) * BYTES;
+          if constexpr (FP8) {
+            const Pair codes = load_shared_pair(at);
+            k[n] = {widen_pair(__byte_perm(codes.x, 0, 0x1000)), widen_pair(__byte_perm(codes.x, 0, 0x3020)),
+                    widen_pair(__byte_perm(codes.y, 0, 0x1000)), widen_pair(__byte_perm(codes.y, 0, 0x3020))};
+          } else {
+            k[n] = load_shared(at);
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < TILES; i++) {
+          // past the last query head it is repeated: nobody stores what comes of it
+          const Words low = load_shared(queries + min(i * 16 + g, M - 1) * QUERY_PITCH + s * 64 + t * 16);
+          const Words high = load_shared(queries + min(i * 16 + g + 8, M - 1) * QUERY_PITCH + s * 64 + t * 16);
+#pragma unroll
+          for (int n = 0; n < NUMBERS; n++) {
+            matrix_step(scores[n][i], low.x, high.x, low.y, high.y, k[n].x, k[n].y);
+            matrix_step(scores[n][i], low.z, high.z, low.w, high.w, k[n].z, k[n].w);
+          }
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < TILES; i++) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          const int m = i * 16 + half * 8 + g;
+          const int kept = unit.kept_by(min(m, M - 1)) - piece * PIECE;
+#pragma unroll
+          for (int n = 0; n < NUMBERS; n++) {
+            const int column = (n * WARPS + warp) * 8 + 2 * t;
+            float* pair = scores[n][i] + 2 * half;
+            pair[0] = column < kept ? pair[0] * a.scale : __uint_as_float(NONE);
+            pair[1] = column + 1 < kept ? pair[1] * a.scale : __uint_as_float(NONE);
+            float largest = larger(pair[0], pair[1]);
+            largest = larger(largest, __shfl_xor_sync(~0u, largest, 1));
+            largest = larger(largest, __shfl_xor_sync(~0u, largest, 2));
+            if (t == 0 && m < M) part_max[(n * WARPS + warp) * M + m] = largest;
+          }
+        }
+      }
+      __syncthreads();  // keys are read, values of the piece before too
+      const bool another = piece + CLUSTER < pieces;
+      if (another) {
+        places = places_of(piece + CLUSTER);
+        request_keys(places);
+      }
+      copies_commit();
+      if (VALUE_SLOTS > 1) {
+        if (another) request_values(places, slot ^ 1);
+        copies_commit();
+      }
+      if (threadIdx.x < M) {
+        float largest = most;
+#pragma unroll
+        for (int n = 0; n < PIECE / 8; n++) largest = larger(largest, part_max[n * M + threadIdx.x]);
+        const float from = largest == __uint_as_float(NONE) ? 0.f : largest;  // so far this query head keeps nothing
+        base[threadIdx.x] = from;
+        fade[threadIdx.x] = __expf(most - from);
+        most = largest;
+      }
+      __syncthreads();
+#pragma unroll
+      for (int i = 0; i < TILES; i++) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          const int m = i * 16 + half * 8 + g;
+          const float from = base[min(m, M - 1)];
+#pragma unroll
+          for (int n = 0; n < NUMBERS; n++) {
+            const int number = n * WARPS + warp;
+            const float low = __expf(scores[n][i][2 * half] - from), high = __expf(scores[n][i][2 * half + 1] - from);
+            float sum = low + high;
+            sum += __shfl_xor_sync(~0u, sum, 1);
+            sum += __shfl_xor_sync(~0u, sum, 2);
+            if (m < M) {
+              store_shared_word(weights + m * WEIGHT_PITCH + (number * 8 + 2 * t) * 2, to_pair(low, high));
+              if (t == 0) part_sum[number * M + m] = sum;
+            }
+          }
+        }
+      }
+      copies_wait<VALUE_SLOTS>();  // values of this piece; what has been requested since is of the next one
+      __syncthreads();
+      if (threadIdx.x < M) {
+        float sum = 0.f;
+#pragma unroll
+        for (int n = 0; n < PIECE / 8; n++) sum += part_sum[n * M + threadIdx.x];
+        total = total * fade[threadIdx.x] + sum;
+      }
+#pragma unroll
+      for (int i = 0; i < TILES; i++) {
+        const float low = fade[min(i * 16 + g, M - 1)], high = fade[min(i * 16 + g + 8, M - 1)];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          sums[i][j][0] *= low;
+          sums[i][j][1] *= low;
+          sums[i][j][2] *= high;
+          sums[i][j][3] *= high;
+        }
+      }
+      const u32 value_tile = value_tiles + slot * PIECE * VALUE_PITCH + (warp * 32 + g * 4) * BYTES;
+#pragma unroll
+      for (int s = 0; s < PIECE / 16; s++) {
+        // Of 4 dimensions at 4 positions: the pairs of positions that a step takes, for a step of each dimension.
+        u32 v[2][4];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          const u32 at = value_tile + (s * 16 + half * 8 + 2 * t) * VALUE_PITCH;
+          if constexpr (FP8) {
+            const u32 even = load_shared_word(at), odd = load_shared_word(at + VALUE_PITCH);
+            v[half][0] = widen_pair(__byte_perm(even, odd, 0x4404));
+            v[half][1] = widen_pair(__byte_perm(even, odd, 0x5515));
+            v[half][2] = widen_pair(__byte_perm(even, odd, 0x6626));
+            v[half][3] = widen_pair(__byte_perm(even, odd, 0x7737));
+          } else {
+            const Pair even = load_shared_pair(at), odd = load_shared_pair(at + VALUE_PITCH);
+            v[half][0] = __byte_perm(even.x, odd.x, 0x5410);
+            v[half][1] = __byte_perm(even.x, odd.x, 0x7632);
+            v[half][2] = __byte_perm(even.y, odd.y, 0x5410);
+            v[half][3] = __byte_perm(even.y, odd.y, 0x7632);
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < TILES; i++) {
+          const u32 low = weights + min(i * 16 + g, M - 1) * WEIGHT_PITCH + (s * 16 + 2 * t) * 2;
+          const u32 high = weights + min(i * 16 + g + 8, M - 1) * WEIGHT_PITCH + (s * 16 + 2 * t) * 2;
+          const u32 a0 = load_shared_word(low), a1 = load_shared_word(high);
+          const u32 a2 = load_shared_word(low + 16), a3 = load_shared_word(high + 16);
+#pragma unroll
+          for (int j = 0; j < 4; j++) matrix_step(sums[i][j], a0, a1, a2, a3, v[0][j], v[1][j]);
+        }
+      }
+      if (VALUE_SLOTS > 1) {
+        slot ^= 1;
+      } else {
+        __syncthreads();  // values are read
+        if (another) request_values(places, 0);
+        copies_commit();
+      }
+    }
+
+    // All pieces are read: the sums go where they were, and each block joins a share of them for all.
+    if (!met) cluster_wait();
+    met = true;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < TILES; i++) {
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const int m = i * 16 + half * 8 + g;
+        if (m >= M) continue;
+        const u32 to = key_tile + m * SUM_PITCH + (warp * 32 + t * 8) * 4;
+#pragma unroll
+        for (int column = 0; column < 2; column++) {
+          const int of = 2 * half + column;
+          store_shared(to + column * 16, {__float_as_uint(sums[i][0][of]), __float_as_uint(sums[i][1][of]),
+                                          __float_as_uint(sums[i][2][of]), __float_as_uint(sums[i][3][of])});
+        }
+      }
+    }
+    if (threadIdx.x < M) {
+#pragma unroll
+      for (int peer = 0; peer < CLUSTER; peer++) {
+        store_peer(shared_address(all_max + rank * M + threadIdx.x), peer, most);
+        store_peer(shared_address(all_sum + rank * M + threadIdx.x), peer, total);
+      }
+    }
+    cluster_sync();
+#pragma unroll 1
+    for (int i = rank * THREADS + threadIdx.x; i < unit.count * GROUP * (DIM / 4); i += CLUSTER * THREADS) {
+      const int m = i / (DIM / 4), four = i % (DIM / 4);
+      const u64 at = (head + m / GROUP * HEADS + m % GROUP) * DIM + four * 4;
+      const u64 gate = load_global_u64(a.gate + at);
+      float part[CLUSTER][4];
+      float largest = __uint_as_float(NONE);
+#pragma unroll
+      for (int peer = 0; peer < CLUSTER; peer++) {
+        load_peer_four(part[peer], key_tile + m * SUM_PITCH + four * 16, peer);
+        largest = larger(largest, all_max[peer * M + m]);
+      }
+      float sum = 0.f, joined[4] = {};
+#pragma unroll
+      for (int peer = 0; peer < CLUSTER; peer++) {
+        const float worth = __expf(all_max[peer * M + m] - largest);  // 0 of a block in which it keeps nothing
+        sum += all_sum[peer * M + m] * worth;
+#pragma unroll
+        for (int j = 0; j < 4; j++) joined[j] += part[peer][j] * worth;
+      }
+      u32 pair[2];
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        const u32 bits = (u32)(gate >> 32 * j);
+        const u32 opened = to_pair(sigmoid(lower(bits)), sigmoid(upper(bits)));
+        pair[j] = multiply_pair(to_pair(joined[2 * j] / sum, joined[2 * j + 1] / sum), opened);
+      }
+      *(u64*)(a.out + at) = (u64)pair[1] << 32 | pair[0];
+    }
+    cluster_leave();  // the others have read what is overwritten next
+  }
+  if (!met) cluster_wait();
+}

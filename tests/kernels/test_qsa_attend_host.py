@@ -1,0 +1,131 @@
+"""Attention of a decode step, its CUDA kernel, on the CPU: C++ built against `host/stream.cuh`, a thread a lane.
+
+Guards against wrong addresses, alignment and sizes of shared memory, lanes that meet the wrong positions or
+dimensions, positions that nobody keeps, and bits that depend on the other rows, sequences or clusters. Races it does
+not show.
+"""
+
+import ctypes
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from stepfloor.kernels._attend import AttendPlan, pack_attend
+from stepfloor.kernels._jit import compile_cuda
+from stepfloor.kernels.qsa_attend import kept_positions, qsa_attend_inputs
+from tests.kernels.compare import assert_same
+from tests.kernels.lanes import build, needs_compiler
+from tests.kernels.sparse_layer import assert_attended
+
+ENTRY = """
+extern "C" int run(const Arguments* a, const u64* ranges, int count, int blocks, u64 shared_bytes) {
+  readable.clear();
+  for (int i = 0; i < count; i++) readable.push_back({(const u8*)ranges[2 * i], ranges[2 * i + 1]});
+  return run_grid(blocks, CLUSTER, THREADS, shared_bytes, [=] { qsa_attend_kernel(*a); });
+}
+"""
+# a budget of 80 tokens: a piece and a quarter
+SMALL = AttendPlan(heads=6, kv_heads=2, dim=64, ratio=4, topk=20, page=16, fp8=False, tile=4, cluster=2)
+WIDE = AttendPlan(heads=4, kv_heads=1, dim=64, ratio=4, topk=40, page=16, fp8=False, tile=2, cluster=3, value_slots=2)
+
+
+@needs_compiler
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize(
+    ("plan", "rows", "context"),
+    [
+        (SMALL, 4, 0),  # first rows of a text
+        (SMALL, 3, 63),  # a row opens the second piece
+        (SMALL, 4, 81),  # some rows of one sequence keep everything, those of the other no more
+        (SMALL, 5, 200),  # all rows select; rows of two tiles
+        (WIDE, 2, 150),
+    ],
+    ids=str,
+)
+def test_kernel_on_the_host(plan: AttendPlan, rows: int, context: int, fp8: bool, tmp_path: Path) -> None:
+    """At the exact result; the same bits from every plan and number of clusters, and for each row alone."""
+    plan = replace(plan, fp8=fp8)
+    inputs = inputs_for(plan, 2, rows, context)
+    ours = run(plan, inputs, tmp_path, clusters=3)
+    assert_attended(ours, inputs | {"ratio": plan.ratio}, list(range(rows)))
+    for other in (replace(plan, tile=1, value_slots=2), replace(plan, tile=2, value_slots=1)):
+        assert_same(run(other, inputs, tmp_path, clusters=1), ours)
+    for b, r in ((0, 0), (1, rows - 1)):
+        part = {name: inputs[name][b : b + 1, r : r + 1].contiguous() for name in ("q", "gate", "selected")}
+        part |= {"slots": inputs["slots"][b : b + 1], "first": inputs["first"][b : b + 1] + r}
+        assert_same(run(replace(plan, tile=1), {**inputs, **part}, tmp_path, clusters=2)[0, 0], ours[b, r])
+
+
+@needs_compiler
+def test_only_kept_positions_are_read(tmp_path: Path) -> None:
+    """NaN in other positions, other pages and page 0 reaches no result: zero times NaN is NaN."""
+    inputs = inputs_for(SMALL, 1, 2, 130)
+    wanted = run(SMALL, inputs, tmp_path, clusters=4)
+    page, table = inputs["keys"].shape[1], inputs["page_table"][1]
+    keep = torch.cat([kept_positions(inputs["selected"][0, r], 130 + r, 4) for r in range(2)]).unique()
+    for name in ("keys", "values"):
+        poisoned = torch.full_like(inputs[name], torch.nan)
+        poisoned[table[keep // page], keep % page] = inputs[name][table[keep // page], keep % page]
+        inputs[name] = poisoned
+    assert_same(run(SMALL, inputs, tmp_path, clusters=4), wanted)
+
+
+@needs_compiler
+def test_a_padding_row_disturbs_nobody(tmp_path: Path) -> None:
+    """One at the scratch slot, whose page holds NaN."""
+    inputs = inputs_for(SMALL, 2, 2, 21)
+    wanted = run(SMALL, inputs, tmp_path, clusters=2)
+    inputs["slots"] = torch.tensor([1, 0])
+    inputs["first"][1] = 0
+    inputs["keys"][0] = inputs["values"][0] = torch.nan
+    assert_same(run(SMALL, inputs, tmp_path, clusters=2)[0], wanted[0])
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
+def test_compiles(arch: str, tmp_path: Path) -> None:
+    """The model's plans; on a workstation card a block has 99 KB of shared memory."""
+    model = AttendPlan(24, 2, 256, 4, 512, 64, fp8=False, tile=1)
+    tiles = (1, 2, 4) if arch == "sm_90a" else (1, 2)
+    for tile in tiles:
+        for fp8 in (False, True):
+            plan = replace(model, tile=tile, fp8=fp8)
+            assert plan.fits((227 if arch == "sm_90a" else 99) * 1024)
+            compile_cuda("qsa_attend.cu", plan.macros(), arch, tmp_path)
+
+
+def inputs_for(plan: AttendPlan, sequences: int, rows: int, context: int) -> dict[str, Any]:
+    """Sequences of two lengths in slots out of order, selected blocks ascending, the cache in shuffled pages."""
+    inputs: dict[str, Any] = qsa_attend_inputs(
+        sequences, rows, context, plan.heads, plan.kv_heads, plan.dim, plan.ratio, plan.topk, torch.bfloat16, "cpu"
+    )
+    if plan.fp8:
+        for name in ("keys", "values"):
+            inputs[name] = inputs[name].to(torch.float8_e4m3fn)
+    if sequences == 2:
+        shorter = max(context - 7, 0)
+        inputs["first"][1] = shorter
+        again: dict[str, Any] = qsa_attend_inputs(
+            1, rows, shorter, plan.heads, plan.kv_heads, plan.dim, plan.ratio, plan.topk, torch.bfloat16, "cpu"
+        )
+        inputs["selected"][1] = again["selected"][0]
+    del inputs["ratio"]
+    return inputs
+
+
+def run(plan: AttendPlan, inputs: dict[str, Any], directory: Path, clusters: int) -> Tensor:
+    """The kernel's output, which is NaN before."""
+    assert plan.fits(227 * 1024)
+    out = torch.full_like(inputs["gate"], torch.nan)
+    packed = pack_attend(**inputs, out=out)
+    tensors = list(inputs.values())
+    ranges = [number for t in tensors for number in (t.data_ptr(), t.numel() * t.element_size())]
+    flat = (ctypes.c_uint64 * len(ranges))(*ranges)
+    library = build("qsa_attend", ENTRY, plan.macros(), directory, ("-ffp-contract=off",))
+    library.run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_uint64]
+    arguments = ctypes.create_string_buffer(packed, len(packed))
+    assert library.run(arguments, flat, len(tensors), clusters * plan.cluster, plan.shared_bytes) == 0
+    return out
