@@ -48,12 +48,36 @@ class AttendPlan:
         return self.dim
 
     @property
+    def queries(self) -> int:
+        """Query heads of a unit."""
+        return self.tile * self.heads // self.kv_heads
+
+    @property
+    def received_bytes(self) -> int:
+        """What the blocks of a cluster send to one of them."""
+        return self.cluster * -(-self.queries * self.dim // 32 // self.cluster) * 128
+
+    @property
+    def piece_bytes(self) -> int:
+        """Room for keys and values."""
+        width = self.dim * (1 if self.fp8 else 2)
+        return PIECE * (width + (32 if self.fp8 else 64)) + self.value_slots * PIECE * (width + 16)
+
+    @property
+    def least_bytes(self) -> int:
+        """All but what is received."""
+        floats = (2 * PIECE // 8 + 2 * self.cluster) * self.queries
+        return self.piece_bytes + self.queries * (self.dim * 2 + 64 + PIECE * 2 + 16) + 16 + 4 * floats
+
+    @property
+    def over(self) -> bool:
+        """Whether what is received lies over the pieces, so that two blocks fit on a multiprocessor."""
+        return self.least_bytes + self.received_bytes > SHARED_OF_TWO and self.received_bytes <= self.piece_bytes
+
+    @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block, as the kernel lays it out."""
-        m, width = self.tile * self.heads // self.kv_heads, self.dim * (1 if self.fp8 else 2)
-        pieces = PIECE * (width + (32 if self.fp8 else 64)) + self.value_slots * PIECE * (width + 16)
-        floats = (2 * PIECE // 8 + 2 + 2 * self.cluster) * m
-        return max(pieces, m * (self.dim * 4 + 16)) + m * (self.dim * 2 + 64 + PIECE * 2 + 16) + 4 * floats
+        return self.least_bytes + (0 if self.over else self.received_bytes)
 
     @property
     def per_multiprocessor(self) -> int:
@@ -85,6 +109,7 @@ class AttendPlan:
             "CLUSTER": self.cluster,
             "VALUE_SLOTS": self.value_slots,
             "PER_SM": self.per_multiprocessor,
+            "OVER": int(self.over),
             "SHARED_BYTES": self.shared_bytes,
         }
 

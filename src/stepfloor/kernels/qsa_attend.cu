@@ -2,13 +2,13 @@
 // Source: qsa_attend.py, which has the operator; _attend.py states the plan that the macros below repeat.
 //
 // A unit is one key head of one row, or of TILE rows of a sequence that keep all their positions: those share what they read. A
-// cluster has a unit, its blocks every CLUSTER-th piece of 64 kept positions, and it joins the blocks' sums in their
-// order. Pieces and their order follow from a row's own position, and a piece in which a row keeps nothing changes none
-// of its bits, so a row has the same ones alone and beside others.
+// cluster has a unit, its blocks every CLUSTER-th piece of 64 kept positions. At the end each block sends its sums to
+// those who join them, in the order of blocks: a block joins 32 dimensions of some query heads. Pieces and their order
+// follow from a row's own position, and a piece in which a row keeps nothing changes none of its bits, so a row has the
+// same ones alone and beside others.
 //
-// In a block a warp has 8 of a piece's positions for the scores and 32 of the dimensions for the values. Keys and values
-// of earlier steps, and what qsa_prepare wrote, are there before the kernel before this one (qsa_select) has ended: where the
-// selection is not needed they are requested before it does.
+// In a block a warp has 8 or 16 of a piece's positions for the scores, and 32 of the dimensions for the values. A first piece
+// of earlier steps' keys and values is requested before the kernels before this one have ended.
 
 #include "stream.cuh"
 #include "e4m3.cuh"
@@ -20,6 +20,7 @@
 // FP8              whether keys and values are E4M3
 // TILE             most rows of a unit
 // CLUSTER          blocks of a cluster; VALUE_SLOTS  pieces of values in shared memory; PER_SM  blocks of a multiprocessor
+// OVER             whether what other blocks send lies over the pieces: they then wait for each other first
 
 constexpr int PIECE = 64;
 constexpr int WARPS = DIM / 32;
@@ -27,23 +28,29 @@ constexpr int THREADS = WARPS * 32;
 constexpr int GROUP = HEADS / KV_HEADS;      // query heads that share a key head
 constexpr int M = TILE * GROUP;              // rows of the products: query heads of the unit
 constexpr int TILES = (M + 15) / 16;         // of the matrix unit
-constexpr int NUMBERS = PIECE / 8 / WARPS;   // 8-position parts of a piece that a warp scores
+constexpr int SCORERS = TILES > 2 ? WARPS / 2 : WARPS;  // warps that score; each reads all queries, so fewer of many
+constexpr int PARTS = PIECE / 8;             // 8-position parts of a piece
+constexpr int NUMBERS = PARTS / SCORERS;     // of them, those that a warp scores
 constexpr int BYTES = FP8 ? 1 : 2;           // of a cached value
 // Rows lie so far apart that the lanes of a load meet every bank once.
 constexpr int QUERY_PITCH = DIM * 2 + 64;
 constexpr int KEY_PITCH = DIM * BYTES + (FP8 ? 32 : 64);
 constexpr int VALUE_PITCH = DIM * BYTES + 16;
 constexpr int WEIGHT_PITCH = PIECE * 2 + 16;
-constexpr int SUM_PITCH = DIM * 4 + 16;
+constexpr int ITEMS = (M * WARPS + CLUSTER - 1) / CLUSTER;  // a query head's 32 dimensions each, that a block joins
+constexpr int TURNS = (ITEMS * 8 + THREADS - 1) / THREADS;  // of four dimensions a thread
+constexpr int RECEIVED = CLUSTER * ITEMS * 128;
 constexpr int VALUES_AT = PIECE * KEY_PITCH;
-constexpr int PIECES_END = VALUES_AT + VALUE_SLOTS * PIECE * VALUE_PITCH;
-constexpr int SUMS_END = M * SUM_PITCH;  // they lie where the pieces were
-constexpr int QUERIES_AT = PIECES_END > SUMS_END ? PIECES_END : SUMS_END;
+constexpr int QUERIES_AT = VALUES_AT + VALUE_SLOTS * PIECE * VALUE_PITCH;
 constexpr int WEIGHTS_AT = QUERIES_AT + M * QUERY_PITCH;
-constexpr int FLOATS_AT = WEIGHTS_AT + M * WEIGHT_PITCH;
-constexpr int SHARED = FLOATS_AT + (2 * PIECE / 8 + 2 + 2 * CLUSTER) * M * 4;
-static_assert(SHARED == SHARED_BYTES, "plan");
-static_assert(DIM % 32 == 0 && NUMBERS * WARPS * 8 == PIECE && PIECE <= THREADS && M <= THREADS && PAGE % RATIO == 0, "plan");
+constexpr int BARRIER_AT = WEIGHTS_AT + M * WEIGHT_PITCH;
+constexpr int FLOATS_AT = BARRIER_AT + 16;
+constexpr int FLOATS_END = FLOATS_AT + (2 * PARTS + 2 * CLUSTER) * M * 4;
+constexpr int RECEIVED_AT = OVER ? 0 : FLOATS_END;
+static_assert(FLOATS_END + (OVER ? 0 : RECEIVED) == SHARED_BYTES && (!OVER || RECEIVED <= QUERIES_AT), "plan");
+static_assert(DIM % 32 == 0 && NUMBERS * SCORERS * 8 == PIECE && PIECE <= THREADS, "plan");
+static_assert(M <= THREADS && PAGE % RATIO == 0, "plan");
+static_assert(M % 4 == 0 || CLUSTER % 2 == 0, "what is received begins at a multiple of 16 bytes");
 
 struct Arguments {
   const u16* q;     // [sequence][row][HEADS][DIM]
@@ -62,6 +69,8 @@ struct Arguments {
 constexpr u32 NONE = 0xff800000u;  // minus infinity
 
 DEVICE float larger(float a, float b) { return a > b ? a : b; }
+// What scores are taken from: not minus infinity, of which a query head that keeps nothing so far has only scores.
+DEVICE float finite(float largest) { return largest == __uint_as_float(NONE) ? 0.f : largest; }
 
 // Two codes, the upper bytes of both halves, as a pair of bf16; the lower bytes count nothing.
 DEVICE u32 widen_pair(u32 codes) {
@@ -92,6 +101,7 @@ struct Unit {
   int sequence, kv, row, count;  // rows row ... row + count - 1
   int kept;                      // positions that the last of them keeps
   bool all;                      // whether they keep every position
+  int before;                    // positions that earlier steps wrote
   const long long* selected;     // of the row, if it does not
   const long long* page_table;   // of the sequence
   int inside, complete;          // positions in selected blocks; first position behind complete blocks
@@ -102,12 +112,12 @@ struct Unit {
     row = number / per_row;
     sequence = number % per_row / KV_HEADS;
     kv = number % KV_HEADS;
-    const int begin = (int)load_global_u64(a.first + sequence), slot = (int)load_global_u64(a.slots + sequence);
-    const int last = last_of_tile(a, row);
+    before = (int)load_global_u64(a.first + sequence);
+    const int slot = (int)load_global_u64(a.slots + sequence), last = last_of_tile(a, row);
     page_table = a.page_table + (u64)slot * a.pages;
-    all = keeps_all(begin, last);
+    all = keeps_all(before, last);
     count = all ? last - row + 1 : 1;
-    const int position = begin + row + count - 1;
+    const int position = before + row + count - 1;
     complete = (position + 1) / RATIO * RATIO;
     inside = min(complete, TOPK * RATIO);
     kept = inside + position + 1 - complete;
@@ -148,19 +158,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) qsa_attend_kernel(
   const int rank = blockIdx.x % CLUSTER;
   const u32 key_tile = shared_address(shared), value_tiles = key_tile + VALUES_AT;
   const u32 queries = key_tile + QUERIES_AT, weights = key_tile + WEIGHTS_AT;
-  float* const part_max = (float*)(shared + FLOATS_AT);  // [part of 8 positions][M]
-  float* const part_sum = part_max + PIECE / 8 * M;
-  float* const base = part_sum + PIECE / 8 * M;  // [M], what scores are taken from
-  float* const fade = base + M;                  // [M], what sums so far are worth
-  float* const all_max = fade + M;               // [block of the cluster][M]
+  const u32 received = key_tile + RECEIVED_AT, arrived = key_tile + BARRIER_AT;
+  float* const part_max = (float*)(shared + FLOATS_AT);  // [part][M]
+  float* const part_sum = part_max + PARTS * M;
+  float* const all_max = part_sum + PARTS * M;  // [block of the cluster][M]
   float* const all_sum = all_max + CLUSTER * M;
   constexpr int OWN_ROWS = PIECE / WARPS;
-  const int step = gridDim.x / CLUSTER;
+  const int step = gridDim.x / CLUSTER, numbers = a.sequences * KV_HEADS * a.rows;
+  const int items = (M * WARPS - rank + CLUSTER - 1) / CLUSTER;      // that this block joins
+  const u32 expected = CLUSTER * (items * 128 + M * 8);
+  int parity = 0;
   bool met = false;  // the other blocks have started
-  cluster_arrive_at_once();
+  if (threadIdx.x == 0) {
+    barrier_init(arrived, 1);
+    barrier_init_done();
+    barrier_expect(arrived, expected);
+  }
+  cluster_arrive();
 #pragma unroll 1
-  for (int number = next_unit(a, blockIdx.x / CLUSTER, step); number < a.sequences * KV_HEADS * a.rows;
-       number = next_unit(a, number + step, step)) {
+  for (int next, number = next_unit(a, blockIdx.x / CLUSTER, step); number < numbers; number = next) {
     const Unit unit(a, number);
     if (!unit.all) wait_for_predecessor();  // who selects
     const int pieces = (unit.kept + PIECE - 1) / PIECE;
@@ -171,112 +187,135 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) qsa_attend_kernel(
     auto request_values = [&](u32 places, int slot) {
       request(value_tiles + slot * PIECE * VALUE_PITCH, VALUE_PITCH, a.values, unit.kv, places, warp * OWN_ROWS);
     };
-    u32 places = 0;
+    u32 places = rank < pieces ? places_of(rank) : 0;
+    if ((rank + 1) * PIECE > unit.before) wait_for_predecessor();  // positions of this step
     if (rank < pieces) {
-      places = places_of(rank);
       request_keys(places);
-      for (int i = threadIdx.x; i < unit.count * GROUP * (DIM / 8); i += THREADS) {
-        const int m = i / (DIM / 8), part = i % (DIM / 8);
-        copy16(queries + m * QUERY_PITCH + part * 16, a.q + (head + m / GROUP * HEADS + m % GROUP) * DIM + part * 8);
-      }
       copies_commit();
       request_values(places, 0);
       copies_commit();
     }
     wait_for_predecessor();
     launch_dependents();  // not before: see moe_gate_up.cu
+    if (rank < pieces) {
+      for (int i = threadIdx.x; i < unit.count * GROUP * (DIM / 8); i += THREADS) {
+        const int m = i / (DIM / 8), part = i % (DIM / 8);
+        copy16(queries + m * QUERY_PITCH + part * 16, a.q + (head + m / GROUP * HEADS + m % GROUP) * DIM + part * 8);
+      }
+      copies_commit();
+    }
+    next = next_unit(a, number + step, step);
 
     float sums[TILES][4][4] = {};  // of dimensions 32 warp + 8 t + 4 half + i: [tile][i], two rows of two halves
-    float most = __uint_as_float(NONE), total = 0.f;  // of query head threadIdx.x
+    float most[TILES][2], fade[TILES][2];  // of the same rows: the largest score so far, what sums so far are worth
+#pragma unroll
+    for (int i = 0; i < TILES; i++) most[i][0] = most[i][1] = __uint_as_float(NONE);
+    float own_most = __uint_as_float(NONE), own_sum = 0.f;  // of query head threadIdx.x
     int slot = 0;
 #pragma unroll 1
     for (int piece = rank; piece < pieces; piece += CLUSTER) {
-      copies_wait<1>();
+      const bool another = piece + CLUSTER < pieces;
+      if (piece == rank) {
+        copies_wait<0>();
+      } else {
+        copies_wait<1>();
+      }
       __syncthreads();  // keys are there
+      if (another) places = places_of(piece + CLUSTER);
       float scores[NUMBERS][TILES][4] = {};
-#pragma unroll 1
-      for (int s = 0; s < DIM / 32; s++) {
-        // a lane's 8 dimensions of 32 are operands of two steps, for queries and keys alike
-        Words k[NUMBERS];
+      if (warp < SCORERS) {
+#pragma unroll TILES > 2 ? 2 : 8  // registers
+        for (int s = 0; s < DIM / 32; s++) {
+          // a lane's 8 dimensions of 32 are operands of two steps, for queries and keys alike
+          Words k[NUMBERS];
 #pragma unroll
-        for (int n = 0; n < NUMBERS; n++) {
-          const u32 at = key_tile + ((n * WARPS + warp) * 8 + g) * KEY_PITCH + (s * 32 + t * 8) * BYTES;
-          if constexpr (FP8) {
-            const Pair codes = load_shared_pair(at);
-            k[n] = {widen_pair(__byte_perm(codes.x, 0, 0x1000)), widen_pair(__byte_perm(codes.x, 0, 0x3020)),
-                    widen_pair(__byte_perm(codes.y, 0, 0x1000)), widen_pair(__byte_perm(codes.y, 0, 0x3020))};
-          } else {
-            k[n] = load_shared(at);
+          for (int n = 0; n < NUMBERS; n++) {
+            const u32 at = key_tile + ((n * SCORERS + warp) * 8 + g) * KEY_PITCH + (s * 32 + t * 8) * BYTES;
+            if constexpr (FP8) {
+              const Pair codes = load_shared_pair(at);
+              k[n] = {widen_pair(__byte_perm(codes.x, 0, 0x1000)), widen_pair(__byte_perm(codes.x, 0, 0x3020)),
+                      widen_pair(__byte_perm(codes.y, 0, 0x1000)), widen_pair(__byte_perm(codes.y, 0, 0x3020))};
+            } else {
+              k[n] = load_shared(at);
+            }
+          }
+#pragma unroll
+          for (int i = 0; i < TILES; i++) {
+            // past the last query head it is repeated: nobody stores what comes of it
+            const Words low = load_shared(queries + min(i * 16 + g, M - 1) * QUERY_PITCH + s * 64 + t * 16);
+            const Words high = load_shared(queries + min(i * 16 + g + 8, M - 1) * QUERY_PITCH + s * 64 + t * 16);
+#pragma unroll
+            for (int n = 0; n < NUMBERS; n++) {
+              matrix_step(scores[n][i], low.x, high.x, low.y, high.y, k[n].x, k[n].y);
+              matrix_step(scores[n][i], low.z, high.z, low.w, high.w, k[n].z, k[n].w);
+            }
           }
         }
 #pragma unroll
         for (int i = 0; i < TILES; i++) {
-          // past the last query head it is repeated: nobody stores what comes of it
-          const Words low = load_shared(queries + min(i * 16 + g, M - 1) * QUERY_PITCH + s * 64 + t * 16);
-          const Words high = load_shared(queries + min(i * 16 + g + 8, M - 1) * QUERY_PITCH + s * 64 + t * 16);
 #pragma unroll
-          for (int n = 0; n < NUMBERS; n++) {
-            matrix_step(scores[n][i], low.x, high.x, low.y, high.y, k[n].x, k[n].y);
-            matrix_step(scores[n][i], low.z, high.z, low.w, high.w, k[n].z, k[n].w);
-          }
-        }
-      }
+          for (int half = 0; half < 2; half++) {
+            const int m = i * 16 + half * 8 + g;
+            const int kept = unit.kept_by(min(m, M - 1)) - piece * PIECE;
 #pragma unroll
-      for (int i = 0; i < TILES; i++) {
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-          const int m = i * 16 + half * 8 + g;
-          const int kept = unit.kept_by(min(m, M - 1)) - piece * PIECE;
-#pragma unroll
-          for (int n = 0; n < NUMBERS; n++) {
-            const int column = (n * WARPS + warp) * 8 + 2 * t;
-            float* pair = scores[n][i] + 2 * half;
-            pair[0] = column < kept ? pair[0] * a.scale : __uint_as_float(NONE);
-            pair[1] = column + 1 < kept ? pair[1] * a.scale : __uint_as_float(NONE);
-            float largest = larger(pair[0], pair[1]);
-            largest = larger(largest, __shfl_xor_sync(~0u, largest, 1));
-            largest = larger(largest, __shfl_xor_sync(~0u, largest, 2));
-            if (t == 0 && m < M) part_max[(n * WARPS + warp) * M + m] = largest;
+            for (int n = 0; n < NUMBERS; n++) {
+              const int column = (n * SCORERS + warp) * 8 + 2 * t;
+              float* pair = scores[n][i] + 2 * half;
+              pair[0] = column < kept ? pair[0] * a.scale : __uint_as_float(NONE);
+              pair[1] = column + 1 < kept ? pair[1] * a.scale : __uint_as_float(NONE);
+              float largest = larger(pair[0], pair[1]);
+              largest = larger(largest, __shfl_xor_sync(~0u, largest, 1));
+              largest = larger(largest, __shfl_xor_sync(~0u, largest, 2));
+              if (t == 0 && m < M) part_max[(n * SCORERS + warp) * M + m] = largest;
+            }
           }
         }
       }
       __syncthreads();  // keys are read, values of the piece before too
-      const bool another = piece + CLUSTER < pieces;
-      if (another) {
-        places = places_of(piece + CLUSTER);
-        request_keys(places);
-      }
+      if (another) request_keys(places);
       copies_commit();
       if (VALUE_SLOTS > 1) {
         if (another) request_values(places, slot ^ 1);
         copies_commit();
       }
+      float own_fade = 1.f;
       if (threadIdx.x < M) {
-        float largest = most;
+        float largest = own_most;
 #pragma unroll
-        for (int n = 0; n < PIECE / 8; n++) largest = larger(largest, part_max[n * M + threadIdx.x]);
-        const float from = largest == __uint_as_float(NONE) ? 0.f : largest;  // so far this query head keeps nothing
-        base[threadIdx.x] = from;
-        fade[threadIdx.x] = __expf(most - from);
-        most = largest;
+        for (int n = 0; n < PARTS; n++) largest = larger(largest, part_max[n * M + threadIdx.x]);
+        own_fade = __expf(own_most - finite(largest));
+        own_most = largest;
       }
-      __syncthreads();
 #pragma unroll
       for (int i = 0; i < TILES; i++) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-          const int m = i * 16 + half * 8 + g;
-          const float from = base[min(m, M - 1)];
+          const int m = min(i * 16 + half * 8 + g, M - 1);
+          float largest = larger(part_max[t * M + m], part_max[(t + 4) * M + m]);
+          largest = larger(largest, __shfl_xor_sync(~0u, largest, 1));
+          largest = larger(most[i][half], larger(largest, __shfl_xor_sync(~0u, largest, 2)));
+          fade[i][half] = __expf(most[i][half] - finite(largest));
+          most[i][half] = largest;
+        }
+      }
+      if (warp < SCORERS) {
 #pragma unroll
-          for (int n = 0; n < NUMBERS; n++) {
-            const int number = n * WARPS + warp;
-            const float low = __expf(scores[n][i][2 * half] - from), high = __expf(scores[n][i][2 * half + 1] - from);
-            float sum = low + high;
-            sum += __shfl_xor_sync(~0u, sum, 1);
-            sum += __shfl_xor_sync(~0u, sum, 2);
-            if (m < M) {
-              store_shared_word(weights + m * WEIGHT_PITCH + (number * 8 + 2 * t) * 2, to_pair(low, high));
-              if (t == 0) part_sum[number * M + m] = sum;
+        for (int i = 0; i < TILES; i++) {
+#pragma unroll
+          for (int half = 0; half < 2; half++) {
+            const int m = i * 16 + half * 8 + g;
+            const float from = finite(most[i][half]);
+#pragma unroll
+            for (int n = 0; n < NUMBERS; n++) {
+              const int number = n * SCORERS + warp;
+              const float low = __expf(scores[n][i][2 * half] - from), high = __expf(scores[n][i][2 * half + 1] - from);
+              float sum = low + high;
+              sum += __shfl_xor_sync(~0u, sum, 1);
+              sum += __shfl_xor_sync(~0u, sum, 2);
+              if (m < M) {
+                store_shared_word(weights + m * WEIGHT_PITCH + (number * 8 + 2 * t) * 2, to_pair(low, high));
+                if (t == 0) part_sum[number * M + m] = sum;
+              }
             }
           }
         }
@@ -286,18 +325,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) qsa_attend_kernel(
       if (threadIdx.x < M) {
         float sum = 0.f;
 #pragma unroll
-        for (int n = 0; n < PIECE / 8; n++) sum += part_sum[n * M + threadIdx.x];
-        total = total * fade[threadIdx.x] + sum;
+        for (int n = 0; n < PARTS; n++) sum += part_sum[n * M + threadIdx.x];
+        own_sum = own_sum * own_fade + sum;
       }
 #pragma unroll
       for (int i = 0; i < TILES; i++) {
-        const float low = fade[min(i * 16 + g, M - 1)], high = fade[min(i * 16 + g + 8, M - 1)];
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-          sums[i][j][0] *= low;
-          sums[i][j][1] *= low;
-          sums[i][j][2] *= high;
-          sums[i][j][3] *= high;
+#pragma unroll
+          for (int of = 0; of < 4; of++) sums[i][j][of] *= fade[i][of / 2];
         }
       }
       const u32 value_tile = value_tiles + slot * PIECE * VALUE_PITCH + (warp * 32 + g * 4) * BYTES;
@@ -341,63 +377,83 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) qsa_attend_kernel(
       }
     }
 
-    // All pieces are read: the sums go where they were, and each block joins a share of them for all.
-    if (!met) cluster_wait();
+    if (OVER) {
+      if (!met) cluster_wait();
+      cluster_sync();  // all pieces are read
+    } else if (!met) {
+      cluster_wait();
+    }
     met = true;
-    __syncthreads();
 #pragma unroll
     for (int i = 0; i < TILES; i++) {
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        const int m = i * 16 + half * 8 + g;
+        const int m = i * 16 + half * 8 + g, item = m * WARPS + warp, to = item % CLUSTER;
         if (m >= M) continue;
-        const u32 to = key_tile + m * SUM_PITCH + (warp * 32 + t * 8) * 4;
+        const u32 remote = peer_address(received + ((rank * ITEMS + item / CLUSTER) * 32 + t * 8) * 4, to);
+        const u32 counted = peer_address(arrived, to);
 #pragma unroll
         for (int column = 0; column < 2; column++) {
           const int of = 2 * half + column;
-          store_shared(to + column * 16, {__float_as_uint(sums[i][0][of]), __float_as_uint(sums[i][1][of]),
-                                          __float_as_uint(sums[i][2][of]), __float_as_uint(sums[i][3][of])});
+          const float four[4] = {sums[i][0][of], sums[i][1][of], sums[i][2][of], sums[i][3][of]};
+          send_peer(remote + column * 16, four, counted);
         }
       }
     }
     if (threadIdx.x < M) {
+      const float largest[1] = {own_most}, sum[1] = {own_sum};
 #pragma unroll
-      for (int peer = 0; peer < CLUSTER; peer++) {
-        store_peer(shared_address(all_max + rank * M + threadIdx.x), peer, most);
-        store_peer(shared_address(all_sum + rank * M + threadIdx.x), peer, total);
+      for (int to = 0; to < CLUSTER; to++) {
+        const u32 counted = peer_address(arrived, to);
+        send_peer(peer_address(shared_address(all_max + rank * M + threadIdx.x), to), largest, counted);
+        send_peer(peer_address(shared_address(all_sum + rank * M + threadIdx.x), to), sum, counted);
       }
     }
-    cluster_sync();
-#pragma unroll 1
-    for (int i = rank * THREADS + threadIdx.x; i < unit.count * GROUP * (DIM / 4); i += CLUSTER * THREADS) {
-      const int m = i / (DIM / 4), four = i % (DIM / 4);
-      const u64 at = (head + m / GROUP * HEADS + m % GROUP) * DIM + four * 4;
-      const u64 gate = load_global_u64(a.gate + at);
-      float part[CLUSTER][4];
+
+    // The block's own share of the result, four dimensions a thread and turn.
+    auto item_of = [&](int turn) { return (turn * THREADS + threadIdx.x) / 8 * CLUSTER + rank; };
+    auto place_of = [&](int turn) {
+      const int m = item_of(turn) / WARPS;
+      return (head + m / GROUP * HEADS + m % GROUP) * DIM + item_of(turn) % WARPS * 32 + threadIdx.x % 8 * 4;
+    };
+    auto live = [&](int turn) { return item_of(turn) < unit.count * GROUP * WARPS; };
+    u64 gates[TURNS];
+#pragma unroll
+    for (int turn = 0; turn < TURNS; turn++) gates[turn] = live(turn) ? load_global_u64(a.gate + place_of(turn)) : 0;
+    barrier_wait_cluster(arrived, parity);
+    __syncwarp();
+#pragma unroll
+    for (int turn = 0; turn < TURNS; turn++) {
+      if (!live(turn)) continue;
+      const int m = item_of(turn) / WARPS, local = turn * THREADS + threadIdx.x;
       float largest = __uint_as_float(NONE);
 #pragma unroll
-      for (int peer = 0; peer < CLUSTER; peer++) {
-        load_peer_four(part[peer], key_tile + m * SUM_PITCH + four * 16, peer);
-        largest = larger(largest, all_max[peer * M + m]);
-      }
+      for (int from = 0; from < CLUSTER; from++) largest = larger(largest, all_max[from * M + m]);
       float sum = 0.f, joined[4] = {};
 #pragma unroll
-      for (int peer = 0; peer < CLUSTER; peer++) {
-        const float worth = __expf(all_max[peer * M + m] - largest);  // 0 of a block in which it keeps nothing
-        sum += all_sum[peer * M + m] * worth;
-#pragma unroll
-        for (int j = 0; j < 4; j++) joined[j] += part[peer][j] * worth;
+      for (int from = 0; from < CLUSTER; from++) {
+        const float worth = __expf(all_max[from * M + m] - largest);  // 0 of a block in which it keeps nothing
+        const float4 part = *(const float4*)(shared + RECEIVED_AT + from * ITEMS * 128 + local * 16);
+        sum += all_sum[from * M + m] * worth;
+        joined[0] += part.x * worth;
+        joined[1] += part.y * worth;
+        joined[2] += part.z * worth;
+        joined[3] += part.w * worth;
       }
       u32 pair[2];
 #pragma unroll
       for (int j = 0; j < 2; j++) {
-        const u32 bits = (u32)(gate >> 32 * j);
+        const u32 bits = (u32)(gates[turn] >> 32 * j);
         const u32 opened = to_pair(sigmoid(lower(bits)), sigmoid(upper(bits)));
         pair[j] = multiply_pair(to_pair(joined[2 * j] / sum, joined[2 * j + 1] / sum), opened);
       }
-      *(u64*)(a.out + at) = (u64)pair[1] << 32 | pair[0];
+      *(u64*)(a.out + place_of(turn)) = (u64)pair[1] << 32 | pair[0];
     }
-    cluster_leave();  // the others have read what is overwritten next
+    if (next < numbers) {
+      if (threadIdx.x == 0) barrier_expect(arrived, expected);
+      cluster_sync();  // the others may send again
+      parity ^= 1;
+    }
   }
   if (!met) cluster_wait();
 }

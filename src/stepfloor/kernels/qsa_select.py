@@ -21,7 +21,7 @@ rows, and its scores may then differ in their last bits from those of the same r
 import torch
 from torch import Tensor
 
-from stepfloor.kernels._jit import dependent_launch, runs_triton, start, start_in_turn, tl, triton
+from stepfloor.kernels._jit import dependent_launch, runs_triton, start, tl, triton
 
 MOST_DECODE_ROWS = 16
 GROUPS = 264  # programs that score a step's blocks, two a multiprocessor of an H200
@@ -252,7 +252,7 @@ def _choose_kernel(
     PDL: tl.constexpr,
 ):
     """One row per program, and of its pieces one, or as many as there are programs too few."""
-    start_in_turn(PDL)  # qsa_attend reads, before its own wait, what came before this kernel
+    start(PDL)
     piece = tl.program_id(0)
     b = (tl.program_id(1) // count).to(tl.int64)
     row = tl.program_id(1) % count

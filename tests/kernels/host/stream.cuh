@@ -144,9 +144,9 @@ inline void barrier_expect_more(u32 barrier, u32 bytes) { barrier_change(barrier
 inline void barrier_arrive(u32 barrier) { barrier_change(barrier, 0, 1); }
 inline void barrier_wait(u32 barrier, u32 parity) {
   for (int i = 0; (counter(barrier) >> 48 & 1) == parity; i++) {
-    if (i == 300000) return fault("waits forever");  // half a minute at least
-    if (i < 20) std::this_thread::yield();
-    else std::this_thread::sleep_for(std::chrono::microseconds(100));  // leaves the core to those waited for
+    if (i == 30000) return fault("waits forever");  // half a minute at least
+    if (i < 4) std::this_thread::yield();
+    else std::this_thread::sleep_for(std::chrono::milliseconds(1));  // leaves the core to those waited for
   }
 }
 inline void barrier_wait_alone(u32 barrier, u32 parity) { barrier_wait(barrier, parity); }
