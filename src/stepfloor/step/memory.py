@@ -1,8 +1,14 @@
 """What torch's allocator may take of a GPU: pages that go back once they are free, and no more than the plan says."""
 
+import logging
+
 import torch
 
 from stepfloor.roofline.memory import MemoryPlan
+
+logger = logging.getLogger(__name__)
+
+DRIVER_LINES = ("reserve", "graphs")  # components of the plan that are not torch's, or not all of them
 
 
 def open_memory(device: str) -> None:
@@ -22,11 +28,29 @@ def keep_to_plan(plan: MemoryPlan, device: str) -> None:
     device  where all that the plan names is allocated by now, kernels and graphs included
     """
     free, whole = torch.cuda.mem_get_info(device)
-    reserved = torch.cuda.memory_reserved(device)
-    # the driver's: kernels, graphs; on unified memory the driver counts file pages too, so that cannot be told
-    elsewhere = 0 if plan.capacity.unified else max(0, plan.available("device") - free - reserved)
-    allowed = max(0, plan.total("device") - elsewhere)
+    allowed = allowed_bytes(plan, free, torch.cuda.memory_reserved(device))
     torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / whole), _index(device))
+
+
+def allowed_bytes(plan: MemoryPlan, free: int, reserved: int) -> int:
+    """What torch may take of the plan's total: what the driver has taken of it, for kernels and graphs, is off.
+
+    free      bytes of the device that nobody has
+    reserved  bytes that torch has
+    The driver's share is what has gone since the plan was made without being torch's. A neighbour that took memory in
+    the meantime looks the same: beyond the plan's own lines for the driver it is counted as the neighbour's, and said.
+    """
+    if plan.capacity.unified:  # the driver counts file pages too, so its share cannot be told
+        return plan.total("device")
+    gone = max(0, plan.available("device") - free - reserved)
+    planned = sum(line.nbytes for line in plan.lines if line.where == "device" and line.component in DRIVER_LINES)
+    if gone > planned:
+        logger.warning(
+            "memory: %.2f GiB went while this process loaded, %.2f more than its driver was to take: another process's",
+            gone / 2**30,
+            (gone - planned) / 2**30,
+        )
+    return plan.total("device") - min(gone, planned)
 
 
 def _index(device: str) -> int:
