@@ -8,8 +8,10 @@ few eager steps of the shipped model (bf16), and of random small models in forma
 and the sampler's every stage. Each is first run without a tool, which compiles its kernels and shows its own faults.
 memcheck runs with torch's caching allocator off and padding around every allocation, so a stray access hits nobody's
 memory. racecheck looks at shared memory only, and may not know what a kernel does with asynchronous copies: its hazards
-are listed and have to be read. Clean is what has no error of memcheck or synccheck, and no hazard that racecheck calls
-an error.
+are listed and have to be read. Two rules of CUDA 13.0's, as its reports show them: a lane's arrival at an mbarrier
+counts for that lane alone, not for those it met in __syncwarp before; and a warp that has waited at named barriers no
+oftener than another does not see what that one stored before it arrived. Clean is what has no error of memcheck or
+synccheck, and no hazard that racecheck calls an error.
 """
 
 import argparse
@@ -122,6 +124,28 @@ def experts(device: str) -> Iterator[Case]:
         yield f"moe_route {rows}", lambda i=route: moe_route(**i)  # type: ignore[arg-type]
 
 
+def turns(device: str) -> Iterator[Case]:
+    """Routed experts whose blocks use every buffer again: a ring that is refilled, sums that are overwritten.
+
+    A block of `experts` has hardly one tile. These are about ten for each of an H200's 264 blocks.
+    """
+    on_gpu = device != "cpu"
+    for name, rows, width in (("nvfp4", 5, 2560), ("nvfp4", 37, 768), ("fp8_block", 5, 2560), ("fp8_block", 37, 384)):
+        up = moe_gate_up_inputs(rows, 64, width, 9, 3, name, BF16, device)
+        down = moe_down_inputs(rows, 5120, 64, 80, 9, 3, name, BF16, device)
+        if on_gpu:
+            up["gate_up"] = moe_gate_up_repack(up["gate_up"], 3, device, max_rows=rows)  # type: ignore[arg-type]
+            down["down"], down["shared_down"] = moe_down_repack(
+                down["down"],  # type: ignore[arg-type]
+                down["shared_down"],  # type: ignore[arg-type]
+                3,
+                device,
+                max_rows=rows,
+            )
+        yield f"moe_gate_up {name} {rows}", lambda i=up: moe_gate_up(**i)  # type: ignore[arg-type]
+        yield f"moe_down {name} {rows}", lambda i=down: moe_down(**i)  # type: ignore[arg-type]
+
+
 def attention(device: str) -> Iterator[Case]:
     """Delta net and sparse attention, in decode steps and prompts."""
     for sequences, rows in ((1, 1), (1, 4), (3, 3), (9, 2)):
@@ -203,6 +227,7 @@ def step_c(device: str) -> Iterator[Case]:
 WORK: dict[str, Callable[[str], Iterator[Case]]] = {
     "dense": dense,
     "experts": experts,
+    "turns": turns,
     "attention": attention,
     "edges": edges,
     "step": step_shipped,

@@ -32,7 +32,7 @@ def test_the_sanitizer_runs_every_operator() -> None:
     assert named == {path.stem for path in KERNELS.glob("[a-z]*.py")}
 
 
-@pytest.mark.parametrize("work", ["attention", "step-c"])
+@pytest.mark.parametrize("work", ["turns", "attention", "step-c"])
 def test_its_work_runs(work: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert sanitizer.run_work(work, "cpu") == 0
     assert capsys.readouterr().out.endswith("done\n")
