@@ -370,6 +370,9 @@ def tool_command(sanitizer: Path, tool: str, known: str) -> list[str]:
     wanted = {"--report-api-errors": "no", "--error-exitcode": "77"}
     if tool == "memcheck":
         wanted |= {"--padding": "64"}
+    if tool == "racecheck":
+        # a lane that arrives at an mbarrier speaks for those it met in __syncwarp
+        wanted |= {"--racecheck-indirect-barrier-dependency": "yes"}
     for option, value in wanted.items():
         if option in known:
             command += [option, value]
