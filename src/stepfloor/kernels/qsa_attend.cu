@@ -63,12 +63,11 @@ struct Arguments {
   const long long* page_table;  // [slot][pages]
   u16* out;                     // as q
   int sequences, rows, pages;
-  float scale;
+  float scale;  // of a score, times log2(e): weights are powers of two
 };
 
 constexpr u32 NONE = 0xff800000u;  // minus infinity
 
-DEVICE float larger(float a, float b) { return a > b ? a : b; }
 // What scores are taken from: not minus infinity, of which a query head that keeps nothing so far has only scores.
 DEVICE float finite(float largest) { return largest == __uint_as_float(NONE) ? 0.f : largest; }
 
@@ -174,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) qsa_attend_kernel(
     barrier_init_done();
     barrier_expect(arrived, expected);
   }
-  cluster_arrive();
+  cluster_arrive_at_once();
 #pragma unroll 1
   for (int next, number = next_unit(a, blockIdx.x / CLUSTER, step); number < numbers; number = next) {
     const Unit unit(a, number);
@@ -263,9 +262,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) qsa_attend_kernel(
               float* pair = scores[n][i] + 2 * half;
               pair[0] = column < kept ? pair[0] * a.scale : __uint_as_float(NONE);
               pair[1] = column + 1 < kept ? pair[1] * a.scale : __uint_as_float(NONE);
-              float largest = larger(pair[0], pair[1]);
-              largest = larger(largest, __shfl_xor_sync(~0u, largest, 1));
-              largest = larger(largest, __shfl_xor_sync(~0u, largest, 2));
+              float largest = fmaxf(pair[0], pair[1]);
+              largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+              largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
               if (t == 0 && m < M) part_max[(n * SCORERS + warp) * M + m] = largest;
             }
           }
@@ -282,8 +281,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) qsa_attend_kernel(
       if (threadIdx.x < M) {
         float largest = own_most;
 #pragma unroll
-        for (int n = 0; n < PARTS; n++) largest = larger(largest, part_max[n * M + threadIdx.x]);
-        own_fade = __expf(own_most - finite(largest));
+        for (int n = 0; n < PARTS; n++) largest = fmaxf(largest, part_max[n * M + threadIdx.x]);
+        own_fade = power_of_two(own_most - finite(largest));
         own_most = largest;
       }
 #pragma unroll
@@ -291,10 +290,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) qsa_attend_kernel(
 #pragma unroll
         for (int half = 0; half < 2; half++) {
           const int m = min(i * 16 + half * 8 + g, M - 1);
-          float largest = larger(part_max[t * M + m], part_max[(t + 4) * M + m]);
-          largest = larger(largest, __shfl_xor_sync(~0u, largest, 1));
-          largest = larger(most[i][half], larger(largest, __shfl_xor_sync(~0u, largest, 2)));
-          fade[i][half] = __expf(most[i][half] - finite(largest));
+          float largest = fmaxf(part_max[t * M + m], part_max[(t + 4) * M + m]);
+          largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+          largest = fmaxf(most[i][half], fmaxf(largest, __shfl_xor_sync(~0u, largest, 2)));
+          fade[i][half] = power_of_two(most[i][half] - finite(largest));
           most[i][half] = largest;
         }
       }
@@ -308,7 +307,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) qsa_attend_kernel(
 #pragma unroll
             for (int n = 0; n < NUMBERS; n++) {
               const int number = n * SCORERS + warp;
-              const float low = __expf(scores[n][i][2 * half] - from), high = __expf(scores[n][i][2 * half + 1] - from);
+              const float low = power_of_two(scores[n][i][2 * half] - from), high = power_of_two(scores[n][i][2 * half + 1] - from);
               float sum = low + high;
               sum += __shfl_xor_sync(~0u, sum, 1);
               sum += __shfl_xor_sync(~0u, sum, 2);
@@ -428,11 +427,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) qsa_attend_kernel(
       const int m = item_of(turn) / WARPS, local = turn * THREADS + threadIdx.x;
       float largest = __uint_as_float(NONE);
 #pragma unroll
-      for (int from = 0; from < CLUSTER; from++) largest = larger(largest, all_max[from * M + m]);
+      for (int from = 0; from < CLUSTER; from++) largest = fmaxf(largest, all_max[from * M + m]);
       float sum = 0.f, joined[4] = {};
 #pragma unroll
       for (int from = 0; from < CLUSTER; from++) {
-        const float worth = __expf(all_max[from * M + m] - largest);  // 0 of a block in which it keeps nothing
+        const float worth = power_of_two(all_max[from * M + m] - largest);  // 0 of a block in which it keeps nothing
         const float4 part = *(const float4*)(shared + RECEIVED_AT + from * ITEMS * 128 + local * 16);
         sum += all_sum[from * M + m] * worth;
         joined[0] += part.x * worth;
@@ -440,12 +439,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) qsa_attend_kernel(
         joined[2] += part.z * worth;
         joined[3] += part.w * worth;
       }
+      const float whole = 1.f / sum;
       u32 pair[2];
 #pragma unroll
       for (int j = 0; j < 2; j++) {
         const u32 bits = (u32)(gates[turn] >> 32 * j);
-        const u32 opened = to_pair(sigmoid(lower(bits)), sigmoid(upper(bits)));
-        pair[j] = multiply_pair(to_pair(joined[2 * j] / sum, joined[2 * j + 1] / sum), opened);
+        const u32 opened = to_pair(short_sigmoid(lower(bits)), short_sigmoid(upper(bits)));
+        pair[j] = multiply_pair(to_pair(joined[2 * j] * whole, joined[2 * j + 1] * whole), opened);
       }
       *(u64*)(a.out + place_of(turn)) = (u64)pair[1] << 32 | pair[0];
     }

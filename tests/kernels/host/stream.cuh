@@ -334,6 +334,7 @@ inline u32 multiply_pair(u32 a, u32 b) { return to_pair(lower(a) * lower(b), upp
 inline u32 add_pair(u32 a, u32 b) { return to_pair(lower(a) + lower(b), upper(a) + upper(b)); }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
+inline float power_of_two(float x) { return std::exp2(x); }
 inline float inverse_root(float x) { return 1.f / std::sqrt(x); }
 inline float sigmoid(float x) { return 1.f / (1.f + std::exp(-x)); }
 inline float short_sigmoid(float x) { return sigmoid(x); }

@@ -342,6 +342,12 @@ DEVICE u32 to_pair(float low, float high) {
   return v;
 }
 
+// Within 2^-22 of the value; 0 below x = -126.
+DEVICE float power_of_two(float x) {
+  float v;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(v) : "f"(x));
+  return v;
+}
 DEVICE float inverse_root(float x) { return rsqrtf(x); }
 DEVICE float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
 // In 4 instructions for some 20, within 2^-20 of the value down to x = -87 and 0 below -88: for what is rounded to bf16 next.
