@@ -10,7 +10,15 @@ from torch import Tensor
 from stepfloor.config import ModelConfig
 from stepfloor.model.load import load_model
 from stepfloor.model.random import RandomTensors
-from stepfloor.model.tensors import CHUNK_BYTES, GAP_BYTES, MappedTensors, StreamedTensors, spans
+from stepfloor.model.tensors import (
+    AHEAD_BYTES,
+    CHUNK_BYTES,
+    GAP_BYTES,
+    MappedTensors,
+    Span,
+    StreamedTensors,
+    spans,
+)
 from stepfloor.weights.checkpoint import open_checkpoint
 from stepfloor.weights.headers import Entry
 from stepfloor.weights.synthetic import synthetic_checkpoint
@@ -69,6 +77,19 @@ def test_neighbours_are_read_at_once(tmp_path: Path) -> None:
         (2 * CHUNK_BYTES, 7),
         (2 * CHUNK_BYTES + 7, CHUNK_BYTES - 6),
     ]
+
+
+def test_the_system_is_asked_to_read_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte of a file once, and never less than half of the distance before the reader."""
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr("os.posix_fadvise", lambda file, begin, nbytes, advice: asked.append((begin, nbytes)))
+    streamed = StreamedTensors(torch.device("cpu"))
+    for number in (0, 1, 3, 2, *range(4, 200)):
+        streamed._read_ahead(0, Span(Path("a"), number * CHUNK_BYTES, CHUNK_BYTES, ()))
+        assert sum(asked[-1]) - (number + 1) * CHUNK_BYTES >= AHEAD_BYTES // 2
+    streamed.close()
+    assert [begin for begin, _ in asked[1:]] == [begin + nbytes for begin, nbytes in asked[:-1]]
+    assert len(asked) < 20
 
 
 def test_a_file_cut_short_while_it_is_read(tmp_path: Path) -> None:

@@ -164,4 +164,6 @@ def pack_attend(
     """struct Arguments of `qsa_attend.cu`."""
     tensors = (q, gate, selected, slots, first, keys, values, page_table, out)
     sizes = (q.shape[0], q.shape[1], page_table.shape[1])
-    return struct.pack("9P3if", *(tensor.data_ptr() for tensor in tensors), *sizes, math.log2(math.e) * q.shape[3] ** -0.5)
+    return struct.pack(
+        "9P3if", *(tensor.data_ptr() for tensor in tensors), *sizes, math.log2(math.e) * q.shape[3] ** -0.5
+    )

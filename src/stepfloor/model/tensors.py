@@ -3,6 +3,7 @@
 The loader asks for the stored parts of a weight by suffix; what a source returns is on the model's device and whole.
 """
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,7 @@ DTYPES = {
 }
 READERS = 8
 CHUNK_BYTES = 16 << 20
+AHEAD_BYTES = 512 << 20  # of a file, asked of the system behind what is read
 GAP_BYTES = 64 << 10  # between two tensors, which costs less to read than a read more
 
 
@@ -67,6 +69,8 @@ class StreamedTensors:
         self._on_bytes = on_bytes
         self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="read")
         self._own = threading.local()
+        self._asked: dict[Path, int] = {}  # how far the system has been asked to read each file
+        self._asking = threading.Lock()
 
     def close(self) -> None:
         """End the reading threads and give their pinned buffers back."""
@@ -109,6 +113,7 @@ class StreamedTensors:
                     _fill(source, destination.numpy().data)
             else:
                 buffer, stream = self._buffer()
+                self._read_ahead(source.fileno(), span)
                 source.seek(span.offset)
                 _fill(source, buffer[: span.nbytes].numpy().data)
                 stream.wait_event(freed)
@@ -118,6 +123,16 @@ class StreamedTensors:
                 stream.synchronize()
         if self._on_bytes is not None:
             self._on_bytes(sum(destination.numel() for _, destination in span.parts))
+
+    def _read_ahead(self, descriptor: int, span: "Span") -> None:
+        """Let the system read on: the disk then works while the loader arranges what it has got."""
+        end = span.offset + span.nbytes
+        with self._asking:
+            begin = max(end, self._asked.get(span.file, 0))
+            if not hasattr(os, "posix_fadvise") or begin - end > AHEAD_BYTES // 2:
+                return
+            self._asked[span.file] = end + AHEAD_BYTES
+        os.posix_fadvise(descriptor, begin, end + AHEAD_BYTES - begin, os.POSIX_FADV_WILLNEED)
 
     def _buffer(self) -> tuple[Tensor, torch.cuda.Stream]:
         if not hasattr(self._own, "buffer"):
