@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepfloor.kernels import _attend
-from stepfloor.kernels._attend import AttendPlan, pack_attend
+from stepfloor.kernels._attend import AttendPlan, choose_attend, pack_attend
 from stepfloor.kernels._jit import compile_cuda
 from stepfloor.kernels.qsa_attend import kept_positions, qsa_attend_inputs
 from tests.kernels.compare import assert_same
@@ -65,14 +64,13 @@ def test_kernel_on_the_host(plan: AttendPlan, rows: int, context: int, tmp_path:
 
 
 @needs_compiler
-def test_what_is_received_may_lie_over_the_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_received_may_lie_over_the_pieces(tmp_path: Path) -> None:
     """The same bits, over several units of a cluster."""
     inputs = inputs_for(SMALL, 2, 4, 81)
     wanted = run(SMALL, inputs, tmp_path, clusters=1)
-    monkeypatch.setattr(_attend, "SHARED_OF_TWO", 1024)
-    assert SMALL.over
-    assert_same(run(SMALL, inputs, tmp_path, clusters=1), wanted)
-    assert_same(run(SMALL, inputs, tmp_path, clusters=3), wanted)
+    over = replace(SMALL, over=True)
+    assert_same(run(over, inputs, tmp_path, clusters=1), wanted)
+    assert_same(run(over, inputs, tmp_path, clusters=3), wanted)
 
 
 @needs_compiler
@@ -100,15 +98,15 @@ def test_a_padding_row_disturbs_nobody(tmp_path: Path) -> None:
     assert_same(run(SMALL, inputs, tmp_path, clusters=2)[0], wanted[0])
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
-def test_compiles(arch: str, tmp_path: Path) -> None:
-    """The model's plans; on a workstation card a block has 99 KB of shared memory."""
-    model = AttendPlan(24, 2, 256, 4, 512, 64, fp8=False, tile=1)
-    tiles = (1, 2, 4) if arch == "sm_90a" else (1, 2)
-    for tile in tiles:
-        for fp8 in (False, True):
-            plan = replace(model, tile=tile, fp8=fp8)
-            assert plan.fits((227 if arch == "sm_90a" else 99) * 1024)
+@pytest.mark.parametrize(("arch", "kilobytes", "tiles"), [("sm_90a", 227, [1, 2, 4, 4]), ("sm_120a", 99, [1, 2, 2, 2])])
+def test_compiles(arch: str, kilobytes: int, tiles: list[int], tmp_path: Path) -> None:
+    """The model's plans for 1, 2, 3 and 5 rows; on a workstation card a block has 99 KB of shared memory."""
+    for kv in (torch.bfloat16, torch.float8_e4m3fn):
+        keys = torch.empty(1, 64, 2, 256, dtype=kv)
+        plans = [choose_attend(torch.empty(1, r, 24, 256), keys, 4, 512, kilobytes * 1024) for r in (1, 2, 3, 5)]
+        for plan, tile in zip(plans, tiles, strict=True):
+            assert plan is not None
+            assert plan.tile == tile or kv != torch.bfloat16
             compile_cuda("qsa_attend.cu", plan.macros(), arch, tmp_path)
 
 

@@ -5,7 +5,7 @@ Source: qsa_attend.py, which has the operator and its reference.
 
 import math
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -30,6 +30,7 @@ class AttendPlan:
     fp8    whether keys and values are E4M3
     tile   most rows of a sequence that share what they read
     value_slots  pieces of values in shared memory
+    over   whether what blocks send each other lies over the pieces: less memory, and a wait for each other more
     """
 
     heads: int
@@ -42,6 +43,7 @@ class AttendPlan:
     tile: int
     cluster: int = CLUSTER
     value_slots: int = 1
+    over: bool = False
 
     @property
     def threads(self) -> int:
@@ -56,7 +58,7 @@ class AttendPlan:
     @property
     def received_bytes(self) -> int:
         """What the blocks of a cluster send to one of them."""
-        return self.cluster * -(-self.queries * self.dim // 32 // self.cluster) * 128
+        return self.cluster * -(-(-(-self.queries // 8) * self.dim // 32) // self.cluster) * 1024
 
     @property
     def piece_bytes(self) -> int:
@@ -68,12 +70,7 @@ class AttendPlan:
     def least_bytes(self) -> int:
         """All but what is received."""
         floats = (2 * PIECE // 8 + 2 * self.cluster) * self.queries
-        return self.piece_bytes + self.queries * (self.dim * 2 + 64 + PIECE * 2 + 16) + 16 + 4 * floats
-
-    @property
-    def over(self) -> bool:
-        """Whether what is received lies over the pieces, so that two blocks fit on a multiprocessor."""
-        return self.least_bytes + self.received_bytes > SHARED_OF_TWO and self.received_bytes <= self.piece_bytes
+        return self.piece_bytes + self.queries * (self.dim * 2 + 64 + PIECE * 2 + 16) + 16 + -(-floats // 4) * 16
 
     @property
     def shared_bytes(self) -> int:
@@ -93,6 +90,7 @@ class AttendPlan:
             and self.dim in (64, 128, 256)
             and self.page % self.ratio == 0
             and self.tile * group <= self.threads
+            and (not self.over or self.received_bytes <= self.piece_bytes)
             and self.shared_bytes <= shared_limit
         )
 
@@ -121,8 +119,12 @@ def choose_attend(q: Tensor, keys: Tensor, ratio: int, topk: int, shared_limit: 
     page, kv_heads = keys.shape[1:3]
     fp8 = keys.dtype == torch.float8_e4m3fn
     for tile in TILES:
-        plan = AttendPlan(heads, kv_heads, dim, ratio, topk, page, fp8, tile)
-        if (tile == 1 or tile < 2 * q.shape[1]) and plan.fits(shared_limit):
+        if tile > 1 and tile >= 2 * q.shape[1]:
+            continue
+        apart = AttendPlan(heads, kv_heads, dim, ratio, topk, page, fp8, tile)
+        # two blocks on a multiprocessor if one of both has room
+        plans = sorted((apart, replace(apart, over=True)), key=lambda plan: -plan.per_multiprocessor)
+        if (plan := next((p for p in plans if p.fits(shared_limit)), None)) is not None:
             return plan
     return None
 

@@ -37,20 +37,20 @@ constexpr int QUERY_PITCH = DIM * 2 + 64;
 constexpr int KEY_PITCH = DIM * BYTES + (FP8 ? 32 : 64);
 constexpr int VALUE_PITCH = DIM * BYTES + 16;
 constexpr int WEIGHT_PITCH = PIECE * 2 + 16;
-constexpr int ITEMS = (M * WARPS + CLUSTER - 1) / CLUSTER;  // a query head's 32 dimensions each, that a block joins
-constexpr int TURNS = (ITEMS * 8 + THREADS - 1) / THREADS;  // of four dimensions a thread
-constexpr int RECEIVED = CLUSTER * ITEMS * 128;
+constexpr int JOINED = (M + 7) / 8 * WARPS;             // 8 query heads' 32 dimensions each
+constexpr int OWN = (JOINED + CLUSTER - 1) / CLUSTER;   // of them, those that a block joins
+constexpr int TURNS = (OWN * 64 + THREADS - 1) / THREADS;  // of four dimensions a thread
+constexpr int RECEIVED = CLUSTER * OWN * 1024;
 constexpr int VALUES_AT = PIECE * KEY_PITCH;
 constexpr int QUERIES_AT = VALUES_AT + VALUE_SLOTS * PIECE * VALUE_PITCH;
 constexpr int WEIGHTS_AT = QUERIES_AT + M * QUERY_PITCH;
 constexpr int BARRIER_AT = WEIGHTS_AT + M * WEIGHT_PITCH;
 constexpr int FLOATS_AT = BARRIER_AT + 16;
-constexpr int FLOATS_END = FLOATS_AT + (2 * PARTS + 2 * CLUSTER) * M * 4;
+constexpr int FLOATS_END = FLOATS_AT + ((2 * PARTS + 2 * CLUSTER) * M * 4 + 15) / 16 * 16;
 constexpr int RECEIVED_AT = OVER ? 0 : FLOATS_END;
 static_assert(FLOATS_END + (OVER ? 0 : RECEIVED) == SHARED_BYTES && (!OVER || RECEIVED <= QUERIES_AT), "plan");
 static_assert(DIM % 32 == 0 && NUMBERS * SCORERS * 8 == PIECE && PIECE <= THREADS, "plan");
 static_assert(M <= THREADS && PAGE % RATIO == 0, "plan");
-static_assert(M % 4 == 0 || CLUSTER % 2 == 0, "what is received begins at a multiple of 16 bytes");
 
 struct Arguments {
   const u16* q;     // [sequence][row][HEADS][DIM]
@@ -164,8 +164,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) qsa_attend_kernel(
   float* const all_sum = all_max + CLUSTER * M;
   constexpr int OWN_ROWS = PIECE / WARPS;
   const int step = gridDim.x / CLUSTER, numbers = a.sequences * KV_HEADS * a.rows;
-  const int items = (M * WARPS - rank + CLUSTER - 1) / CLUSTER;      // that this block joins
-  const u32 expected = CLUSTER * (items * 128 + M * 8);
+  u32 expected = CLUSTER * M * 8;  // bytes that this block receives for a unit
+  for (int part = rank; part < JOINED; part += CLUSTER) expected += CLUSTER * min(8, M - part / WARPS * 8) * 128;
   int parity = 0;
   bool met = false;  // the other blocks have started
   if (threadIdx.x == 0) {
@@ -387,15 +387,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) qsa_attend_kernel(
     for (int i = 0; i < TILES; i++) {
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        const int m = i * 16 + half * 8 + g, item = m * WARPS + warp, to = item % CLUSTER;
+        const int m = i * 16 + half * 8 + g, part = (2 * i + half) * WARPS + warp, to = part % CLUSTER;
         if (m >= M) continue;
-        const u32 remote = peer_address(received + ((rank * ITEMS + item / CLUSTER) * 32 + t * 8) * 4, to);
+        const u32 remote = peer_address(received + ((rank * OWN + part / CLUSTER) * 8 + g) * 128 + t * 16, to);
         const u32 counted = peer_address(arrived, to);
 #pragma unroll
         for (int column = 0; column < 2; column++) {
           const int of = 2 * half + column;
           const float four[4] = {sums[i][0][of], sums[i][1][of], sums[i][2][of], sums[i][3][of]};
-          send_peer(remote + column * 16, four, counted);
+          send_peer(remote + column * 64, four, counted);
         }
       }
     }
@@ -410,12 +410,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) qsa_attend_kernel(
     }
 
     // The block's own share of the result, four dimensions a thread and turn.
-    auto item_of = [&](int turn) { return (turn * THREADS + threadIdx.x) / 8 * CLUSTER + rank; };
+    auto part_of = [&](int turn) { return (turn * THREADS + threadIdx.x) / 64 * CLUSTER + rank; };
+    auto head_of = [&](int turn) { return part_of(turn) / WARPS * 8 + threadIdx.x % 64 / 8; };
     auto place_of = [&](int turn) {
-      const int m = item_of(turn) / WARPS;
-      return (head + m / GROUP * HEADS + m % GROUP) * DIM + item_of(turn) % WARPS * 32 + threadIdx.x % 8 * 4;
+      const int m = head_of(turn), dimension = part_of(turn) % WARPS * 32 + threadIdx.x % 4 * 8 + threadIdx.x % 8 / 4 * 4;
+      return (head + m / GROUP * HEADS + m % GROUP) * DIM + dimension;
     };
-    auto live = [&](int turn) { return item_of(turn) < unit.count * GROUP * WARPS; };
+    auto live = [&](int turn) { return part_of(turn) < JOINED && head_of(turn) < unit.count * GROUP; };
     u64 gates[TURNS];
 #pragma unroll
     for (int turn = 0; turn < TURNS; turn++) gates[turn] = live(turn) ? load_global_u64(a.gate + place_of(turn)) : 0;
@@ -424,7 +425,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) qsa_attend_kernel(
 #pragma unroll
     for (int turn = 0; turn < TURNS; turn++) {
       if (!live(turn)) continue;
-      const int m = item_of(turn) / WARPS, local = turn * THREADS + threadIdx.x;
+      const int m = head_of(turn), four = turn * THREADS + threadIdx.x;
       float largest = __uint_as_float(NONE);
 #pragma unroll
       for (int from = 0; from < CLUSTER; from++) largest = fmaxf(largest, all_max[from * M + m]);
@@ -432,7 +433,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) qsa_attend_kernel(
 #pragma unroll
       for (int from = 0; from < CLUSTER; from++) {
         const float worth = power_of_two(all_max[from * M + m] - largest);  // 0 of a block in which it keeps nothing
-        const float4 part = *(const float4*)(shared + RECEIVED_AT + from * ITEMS * 128 + local * 16);
+        const float4 part = *(const float4*)(shared + RECEIVED_AT + from * OWN * 1024 + four * 16);
         sum += all_sum[from * M + m] * worth;
         joined[0] += part.x * worth;
         joined[1] += part.y * worth;
