@@ -301,7 +301,7 @@ def start(PDL: tl.constexpr):
 
 @triton.jit
 def let_successor_in(PDL: tl.constexpr):
-    """The first half of `start`, for a kernel that reads something before it waits: what nobody writes, or is settled."""
+    """The first half of `start`, for a kernel that reads before it waits: what nobody writes, or what is settled."""
     if PDL:
         gdc_launch_dependents()
 
