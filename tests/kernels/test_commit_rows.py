@@ -67,7 +67,7 @@ def test_a_padding_slot_never_moves_on() -> None:
 def test_it_compiles() -> None:
     names = "emitted accepted tokens slots first before token length pending rejected history drafts following "
     names += "last ahead report"
-    signature = {f"{name}_ptr": "*i64" for name in names.split()} | {"padding_slot": "i32"}
+    signature = {f"{name}_ptr": "*i64" for name in names.split()} | {"padding_slot": "i32", "pitch": "i32"}
     constants = {"W": 2, "KEPT": 3, "BLOCK": 8, "PDL": True}
     cases = [
         Case("stepfloor.kernels.commit_rows", "_commit_rows_kernel", signature, constants | {"R": r}, 1) for r in (1, 4)

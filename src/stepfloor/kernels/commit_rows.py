@@ -98,7 +98,9 @@ def commit_rows_launch(
     """Queue the kernel, one program a sequence."""
     (count, rows), width = tokens.shape, before.shape[1]
     following, last, report = torch.empty_like(tokens), torch.empty_like(slots), tokens.new_empty((count, rows + 1))
-    ahead, kept = tokens.new_empty((rows, count)), drafts.shape[1]
+    # rows 16 bytes apart: a kernel that takes one is compiled once more for another alignment
+    pitch, kept = count + count % 2, drafts.shape[1]
+    ahead = tokens.new_empty((rows, pitch))[:, :count]
     _commit_rows_kernel[(count,)](
         emitted.contiguous(),
         accepted,
@@ -117,6 +119,7 @@ def commit_rows_launch(
         ahead,
         report,
         padding_slot,
+        pitch,
         R=rows,
         W=width,
         KEPT=kept,
@@ -146,6 +149,7 @@ def _commit_rows_kernel(
     ahead_ptr,
     report_ptr,
     padding_slot,
+    pitch,
     R: tl.constexpr,
     W: tl.constexpr,
     KEPT: tl.constexpr,
@@ -167,7 +171,7 @@ def _commit_rows_kernel(
     tl.store(token_ptr + slot, newest * live)
     length = tl.load(first_ptr + b) + accepted + 1
     tl.store(length_ptr + slot, length * live)
-    tl.store(ahead_ptr + at * tl.num_programs(0) + b, length + at, mask=at < R)
+    tl.store(ahead_ptr + at * pitch + b, length + at, mask=at < R)
     tl.store(drafts_ptr + slot * KEPT + at, tl.full([BLOCK], -1, tl.int64), mask=at < KEPT)
     tl.store(pending_ptr + slot, (accepted + 1) * live)
     tl.store(rejected_ptr + slot, (R - 1 - accepted) * live)

@@ -260,7 +260,7 @@ def _part_kernel(
     tl.store(ids_ptr + row * tl.num_programs(0) + part, token)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["drafts_ptr"])  # one binary for all columns
 def _pick_kernel(
     best_ptr,
     ids_ptr,

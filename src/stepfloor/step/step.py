@@ -303,7 +303,7 @@ class Step:
             residual, hidden = model.draft(model.drafter, residual, shifted, rows, self.cache)
             if token is not None:
                 state.drafts[slots] = -1
-                ahead = state.length[slots] + torch.arange(k + 1, device=self.device)[:, None]
+                ahead = [state.length[slots] + j for j in range(k + 1)]
                 self._draft(slots, ahead, residual[-1:], hidden[-1:], k)
         return token
 
@@ -342,11 +342,11 @@ class Step:
         if model.drafter is not None:
             residual, hidden = model.draft(model.drafter, residual, following, rows, self.cache)
             if k:
-                self._draft(slots, ahead, *take_rows(residual, hidden, last), k)
+                self._draft(slots, ahead.unbind(), *take_rows(residual, hidden, last), k)
         return report
 
-    def _draft(self, slots: Tensor, ahead: Tensor, residual: Tensor, hidden: Tensor, k: int) -> None:
-        """Propose k tokens after the newest one; ahead [k + 1, B]: its position, and those of the k.
+    def _draft(self, slots: Tensor, ahead: Sequence[Tensor], residual: Tensor, hidden: Tensor, k: int) -> None:
+        """Propose k tokens after the newest one; ahead: its position, and those of the k, [B] each.
 
         residual [B, S D] and hidden [B, D] are the drafter's at the row before the newest token. Each further pass
         is one row, whose keys and values are provisional: the next step's first pass writes those positions again.
