@@ -126,20 +126,22 @@ def _begin_rows_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    # All loads before the first store: none moves up past one, and each that waits costs a latency.
     start(PDL)
     b = tl.program_id(0)
     slot = tl.load(slots_ptr + b)
     at = tl.arange(0, BLOCK)
     drafted = tl.load(drafts_ptr + slot * KEPT + at - 1, mask=(at > 0) & (at <= K), other=0)
-    tokens = tl.where(at == 0, tl.load(token_ptr + slot), drafted)
+    history = tl.load(history_ptr + slot * W + at, mask=at < W, other=0)
+    token, length = tl.load(token_ptr + slot), tl.load(length_ptr + slot)
+    pending, rejected = tl.load(pending_ptr + slot), tl.load(rejected_ptr + slot)
+    tokens = tl.where(at == 0, token, drafted)
     tl.store(tokens_ptr + b * (K + 1) + at, tl.maximum(tokens, 0), mask=at <= K)
     tl.store(row_drafts_ptr + b * K + at - 1, drafted, mask=(at > 0) & (at <= K))
-    length = tl.load(length_ptr + slot)
     tl.store(first_ptr + b, length)
     tl.store(positions_ptr + b, length + 1)
-    tl.store(row_pending_ptr + b, tl.load(pending_ptr + slot))
-    tl.store(row_rejected_ptr + b, tl.load(rejected_ptr + slot))
-    history = tl.load(history_ptr + slot * W + at, mask=at < W, other=0)
+    tl.store(row_pending_ptr + b, pending)
+    tl.store(row_rejected_ptr + b, rejected)
     tl.store(row_history_ptr + b * W + at, history, mask=at < W)
 
 

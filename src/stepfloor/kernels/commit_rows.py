@@ -156,29 +156,31 @@ def _commit_rows_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    # All loads before the first store: none moves up past one, and each that waits costs a latency.
     start(PDL)
     b = tl.program_id(0)
     slot = tl.load(slots_ptr + b)
     accepted = tl.load(accepted_ptr + b)
-    live = (slot != padding_slot).to(tl.int64)
-    newest = tl.load(emitted_ptr + b * R + accepted)
+    first = tl.load(first_ptr + b)
     at = tl.arange(0, BLOCK)
+    emitted = tl.load(emitted_ptr + b * R + at, mask=at < R, other=0)
+    after = tl.load(tokens_ptr + b * R + (at + 1) % R, mask=at < R, other=0)
     # the past is `before`, then the rows; its last W tokens end with row `accepted`
     seen = accepted + 1 + at
     old = tl.load(before_ptr + b * W + seen, mask=seen < W, other=0)
     row = tl.load(tokens_ptr + b * R + seen - W, mask=(seen >= W) & (at < W), other=0)
+    live = (slot != padding_slot).to(tl.int64)
+    newest = tl.sum(tl.where(at == accepted, emitted, 0), 0)
+    length = first + accepted + 1
     tl.store(history_ptr + slot * W + at, tl.where(seen < W, old, row), mask=at < W)
     tl.store(token_ptr + slot, newest * live)
-    length = tl.load(first_ptr + b) + accepted + 1
     tl.store(length_ptr + slot, length * live)
-    tl.store(ahead_ptr + at * pitch + b, length + at, mask=at < R)
-    tl.store(drafts_ptr + slot * KEPT + at, tl.full([BLOCK], -1, tl.int64), mask=at < KEPT)
     tl.store(pending_ptr + slot, (accepted + 1) * live)
     tl.store(rejected_ptr + slot, (R - 1 - accepted) * live)
-    after = tl.load(tokens_ptr + b * R + (at + 1) % R, mask=at < R, other=0)
+    tl.store(drafts_ptr + slot * KEPT + at, tl.full([BLOCK], -1, tl.int64), mask=at < KEPT)
     tl.store(following_ptr + b * R + at, tl.where(at == accepted, tl.maximum(newest, 0), after), mask=at < R)
     tl.store(last_ptr + b, b * R + accepted)
-    emitted = tl.load(emitted_ptr + b * R + at, mask=at < R, other=0)
+    tl.store(ahead_ptr + at * pitch + b, length + at, mask=at < R)
     tl.store(report_ptr + b * (R + 1) + at, tl.where(at == R, accepted, emitted), mask=at <= R)
 
 

@@ -117,8 +117,9 @@ def qsa_prepare(
     projected  [B, R, columns]: per query head its query then its gate; k; v; indexer queries; indexer key
     slots      [B] int64; first [B] int64, position of each sequence's first row
     cos, sin   [positions, rotary] in the dtype of projected
-    settled    whether slots, first, the page table and these slots' raw keys were written by kernels that had ended
-               before this call's predecessor could start; the kernel then reads them before it waits
+    settled    whether whatever last wrote slots, first, the page table and these slots' raw keys ran before something
+               that nothing overtakes, and that before this call (see gdn_decode); the kernel then reads them before
+               its predecessor has ended
     Returns q [B, R, H, head_dim], gate [B, R, H * head_dim], indexer queries [B, R, index heads, index dim].
     Block keys that the rows complete are written before this returns, so a row sees its own block.
     Raises ValueError if the columns do not match the shape, slots and first the rows, or a cache is not contiguous.
