@@ -304,13 +304,12 @@ def _prepare_kernel(
         page = tl.load(page_table_ptr + slot * pages + tl.minimum(position // PAGE, pages - 1))
         to = ((page * PAGE + position % PAGE) * KV_HEADS + head) * DIM
         x_ptr, beside_ptr = kv_ptr + head * DIM, kv_ptr + (KV_HEADS + head) * DIM
-        tables = (norm_k_ptr, cos_ptr, sin_ptr)
         _head(
             x_ptr,
             keys_ptr + to,
             beside_ptr,
             values_ptr + to,
-            tables,
+            (norm_k_ptr, cos_ptr, sin_ptr),
             position,
             eps,
             DIM,
@@ -322,18 +321,29 @@ def _prepare_kernel(
     elif unit <= KV_HEADS + INDEX_HEADS:
         head = unit - 1 - KV_HEADS
         x_ptr, to_ptr = index_ptr + head * INDEX_DIM, index_q_ptr + (row * INDEX_HEADS + head) * INDEX_DIM
-        tables = (norm_index_q_ptr, cos_ptr, sin_ptr)
-        _head(x_ptr, to_ptr, None, None, tables, position, eps, INDEX_DIM, ROTARY, BLOCK_I, BLOCK_HALF, waits)
+        _head(
+            x_ptr,
+            to_ptr,
+            None,
+            None,
+            (norm_index_q_ptr, cos_ptr, sin_ptr),
+            position,
+            eps,
+            INDEX_DIM,
+            ROTARY,
+            BLOCK_I,
+            BLOCK_HALF,
+            waits,
+        )
     else:
         head = unit - 1 - KV_HEADS - INDEX_HEADS
         x_ptr, to = projected_ptr + 2 * head * DIM, (row * HEADS + head) * DIM
-        tables = (norm_q_ptr, cos_ptr, sin_ptr)
         _head(
             x_ptr,
             q_ptr + to,
             x_ptr + DIM,
             gate_ptr + to,
-            tables,
+            (norm_q_ptr, cos_ptr, sin_ptr),
             position,
             eps,
             DIM,
