@@ -38,12 +38,25 @@ from benchmarks.harness import (
     write_json,
 )
 from stepfloor.formats.codec import PackedWeight, quantize
-from stepfloor.kernels import embed, hc_down, hc_mix, mtp_fuse, mtp_norm, ngram_gather, ngram_rows, ple_mix
+from stepfloor.kernels import (
+    embed,
+    hc_down,
+    hc_mix,
+    mtp_fuse,
+    mtp_norm,
+    ngram_gather,
+    ngram_rows,
+    ple_mix,
+    qsa_prepare,
+    take_rows,
+)
 from stepfloor.kernels._product import packed_product
 from stepfloor.kernels._torch import rms_norm, sigmoid, silu
 from stepfloor.roofline import bytes as roofline
 
 D, STREAMS, RANK, EPS = 2560, 4, 320, 1e-6
+SPARSE = qsa_prepare.SparseShape(24, 2, 256, 4, 128, 4, 512)
+CONTEXT = 702  # the first of four rows completes no block, the second does, with two keys from the ring
 HEADS, WIDTH, SHARD_ROWS = 16, 160, 2_500_012
 DECODE, PREFILL = (1, 4, 16, 64), 8192
 ROWS = (*DECODE, PREFILL)
@@ -330,6 +343,55 @@ def fuse_job(rows: int) -> Job:
     return Job(lambda _: mtp_fuse.mtp_fuse(**inputs), roofline.mtp_fuse(rows, D, STREAMS), wrong)
 
 
+def take_job(rows: int) -> Job:
+    """Up to 4 rows a sequence, one of which is taken."""
+    each = min(rows, 4)
+    inputs = take_rows.take_rows_inputs(rows // each, each, D, BF16, str(gpu()))
+    wrong = partial(against, take_rows.take_rows, take_rows.take_rows_reference, inputs, ("rows",), True)
+    return Job(lambda _: take_rows.take_rows(**inputs), roofline.take_rows(rows // each, D, STREAMS), wrong)
+
+
+def prepare_maker(settled: bool) -> Maker:
+    """Up to 4 rows a sequence; each call of a chain has a cache of its own, as each layer has."""
+
+    def job(rows: int) -> Job:
+        each = rows if rows == PREFILL else min(rows, 4)
+        inputs: dict[str, Any] = qsa_prepare.qsa_prepare_inputs(rows // each, each, CONTEXT, SPARSE, BF16, str(gpu()))
+        # as allocated for three drafts and more: not a row of the ring for each of a prompt
+        ring = inputs["cache"].raw_keys[:, : SPARSE.ratio + 7].contiguous()
+        inputs["cache"] = replace(inputs["cache"], raw_keys=ring)
+        names = ("keys", "values", "block_keys", "raw_keys")
+
+        def copy(cache: Any) -> Any:
+            return replace(cache, **{name: getattr(cache, name).clone() for name in names})
+
+        caches = [copy(inputs["cache"]) for _ in range(5 if rows == PREFILL else 20)]
+
+        def run(i: int) -> tuple[Tensor, ...]:
+            return qsa_prepare.qsa_prepare(**inputs | {"cache": caches[i % len(caches)]}, settled=settled)
+
+        def wrong() -> list[str]:
+            ours, theirs, last = (copy(inputs["cache"]) for _ in range(3))
+            q, gate, index_q = qsa_prepare.qsa_prepare(**inputs | {"cache": ours}, settled=settled)
+            wanted = qsa_prepare.qsa_prepare_reference(**inputs | {"cache": theirs})
+            found = differences((q, gate, index_q), wanted)
+            for name in names:
+                kept = differences(getattr(ours, name), getattr(theirs, name))
+                found += [f"{name}: {text}" for text in kept]
+            one = {name: inputs[name][-1:] for name in ("projected", "slots", "first")} | {"cache": last}
+            alone = qsa_prepare.qsa_prepare(**inputs | one, settled=settled)
+            if not all(same(a, b[-1:]) for a, b in zip(alone, (q, gate, index_q), strict=True)):
+                found.append("the last sequence has other bits alone")
+            return found
+
+        moved = roofline.qsa_prepare(
+            rows, SPARSE.heads, SPARSE.kv_heads, SPARSE.head_dim, SPARSE.index_heads, SPARSE.index_dim, SPARSE.ratio
+        )
+        return Job(run, moved, wrong)
+
+    return job
+
+
 def most(name: str, rows: int) -> float:
     """The part of the values that may differ: any, where the library multiplies a quantized matrix in bf16."""
     return 1.0 if rows == PREFILL and name != "bf16" else 0.05
@@ -423,6 +485,9 @@ PARTS: dict[str, tuple[Maker, tuple[int, ...]]] = {
     "ple_mix": (ple_job, ROWS),
     "mtp_norm": (norm_job, ROWS),
     "mtp_fuse": (fuse_job, ROWS),
+    "take_rows": (take_job, DECODE),
+    "qsa_prepare": (prepare_maker(False), ROWS),
+    "qsa_prepare,settled": (prepare_maker(True), DECODE),
     **{f"hc_down,{name}": (down_maker(name), ROWS) for name in ("bf16", "fp8_channel")},
     **{f"hc_mix,{name}": (mix_maker(name), ROWS) for name in ("bf16", "fp8_channel")},
     "hc_down,torch": (torch_down_job, (PREFILL,)),

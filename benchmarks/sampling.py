@@ -172,7 +172,6 @@ def time_rows(rows: int, bandwidth: float, rounds: int, failed: list[str]) -> di
     slots = torch.arange(rows, device=gpu())
     windows = max(1, rows // (K + 1))
     drafts = torch.randint(VOCAB, (windows, K), generator=make, device=gpu())
-    none = drafts[:, :0]
     row_bytes = roofline_bytes.draw_tokens(rows, VOCAB)
     cases: dict[str, tuple[float, Callable[[], Callable[[int], object]]]] = {}
 
@@ -197,7 +196,7 @@ def time_rows(rows: int, bandwidth: float, rounds: int, failed: list[str]) -> di
     def drafting() -> Callable[[int], object]:
         sampler = ready("temperature", windows, K)
         mine = slots[:windows]
-        return lambda i: sampler.draft(logits[i, :windows], mine, mine, none)
+        return lambda i: sampler.draft(logits[i, :windows], mine, mine, ())
 
     penalty_bytes = rows * VOCAB * 5
     for name in SETTINGS:

@@ -61,6 +61,7 @@ from stepfloor.kernels.qsa_attend import qsa_attend, qsa_attend_inputs
 from stepfloor.kernels.qsa_prepare import SparseShape, qsa_prepare, qsa_prepare_inputs
 from stepfloor.kernels.qsa_select import qsa_select, qsa_select_inputs
 from stepfloor.kernels.stream_read import stream_read, stream_read_inputs
+from stepfloor.kernels.take_rows import take_rows, take_rows_inputs
 from stepfloor.model.load import load_model
 from stepfloor.model.random import RandomTensors
 from stepfloor.request import Request, SamplingParams
@@ -164,7 +165,11 @@ def attention(device: str) -> Iterator[Case]:
     for sequences, rows, context in ((1, 1, 0), (3, 3, 37), (2, 4, 150), (1, 21, 90)):
         name = f"{sequences} {rows} {context}"
         prepare = qsa_prepare_inputs(sequences, rows, context, shape, BF16, device)
-        yield f"qsa_prepare {name}", lambda i=prepare: qsa_prepare(**i)  # type: ignore[arg-type]
+        for settled in (False, True):
+            yield (
+                f"qsa_prepare {name} {settled}",
+                lambda i=prepare, s=settled: qsa_prepare(**i, settled=s),  # type: ignore[arg-type]
+            )
         select = qsa_select_inputs(sequences, rows, context, 2, 32, 4, 8, BF16, device)
         yield f"qsa_select {name}", lambda i=select: qsa_select(**i)  # type: ignore[arg-type]
         attend = qsa_attend_inputs(sequences, rows, context, 4, 2, 64, 4, 8, BF16, device)
@@ -202,6 +207,8 @@ def edges(device: str) -> Iterator[Case]:
         judged = accept_drafts_inputs(sequences, rows, VOCABULARY, device)
         yield f"accept_drafts {sequences} {rows}", lambda i=judged: accept_drafts(**i)  # type: ignore[arg-type]
         begun = begin_rows_inputs(sequences, rows, 2, device)
+        taken = take_rows_inputs(sequences, rows, 264, BF16, device)
+        yield f"take_rows {sequences} {rows}", lambda i=taken: take_rows(**i)
         yield f"begin_rows {sequences} {rows}", lambda i=begun: begin_rows(**i)  # type: ignore[arg-type]
         ended = commit_rows_inputs(sequences, rows, 2, device)
         yield f"commit_rows {sequences} {rows}", lambda i=ended: commit_rows(**i)  # type: ignore[arg-type]

@@ -29,8 +29,8 @@ class Scripted(Step):
         super().__init__(model, sampler, config)
         self.propose = propose
 
-    def _draft(self, slots: Tensor, length: Tensor, residual: Tensor, hidden: Tensor, k: int) -> None:
-        super()._draft(slots, length, residual, hidden, k)
+    def _draft(self, slots: Tensor, ahead: Sequence[Tensor], residual: Tensor, hidden: Tensor, k: int) -> None:
+        super()._draft(slots, ahead, residual, hidden, k)
         for slot, newest in zip(slots.tolist(), self.state.length[slots].tolist(), strict=True):
             self.state.drafts[slot, :k] = torch.tensor(self.propose(slot, newest)[:k], dtype=torch.int64)
 

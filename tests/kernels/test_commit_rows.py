@@ -10,7 +10,7 @@ from stepfloor.kernels.commit_rows import commit_rows_inputs, commit_rows_launch
 from tests.kernels.compiled import Case, assert_compiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-STATE = ("token", "length", "pending", "rejected", "history")
+STATE = ("token", "length", "pending", "rejected", "history", "drafts")
 
 
 def copied(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -34,7 +34,8 @@ def test_by_hand() -> None:
     tensor = torch.tensor
     state = {name: torch.zeros(3, dtype=torch.int64) for name in STATE[:4]}
     history = torch.zeros((3, 2), dtype=torch.int64)
-    following, last, report = commit_rows_reference(
+    drafts = torch.full((3, 3), 6)
+    following, last, ahead, report = commit_rows_reference(
         tensor([[8, 9, -1]]),
         tensor([1]),
         tensor([[7, 8, 5]]),
@@ -43,10 +44,13 @@ def test_by_hand() -> None:
         tensor([[1, 2]]),
         **state,
         history=history,
+        drafts=drafts,
         padding_slot=2,
     )
     assert following.tolist() == [[8, 9, 7]]
     assert last.tolist() == [1]
+    assert ahead.tolist() == [[42], [43], [44]]
+    assert drafts.tolist() == [[6] * 3, [-1] * 3, [6] * 3]
     assert report.tolist() == [[8, 9, -1, 1]]
     assert {name: int(t[1]) for name, t in state.items()} == {"token": 9, "length": 42, "pending": 2, "rejected": 1}
     assert history.tolist() == [[0, 0], [7, 8], [0, 0]]
@@ -61,9 +65,10 @@ def test_a_padding_slot_never_moves_on() -> None:
 
 
 def test_it_compiles() -> None:
-    names = "emitted accepted tokens slots first before token length pending rejected history following last report"
-    signature = {f"{name}_ptr": "*i64" for name in names.split()} | {"padding_slot": "i32"}
-    constants = {"W": 2, "BLOCK": 8, "PDL": True}
+    names = "emitted accepted tokens slots first before token length pending rejected history drafts following "
+    names += "last ahead report"
+    signature = {f"{name}_ptr": "*i64" for name in names.split()} | {"padding_slot": "i32", "pitch": "i32"}
+    constants = {"W": 2, "KEPT": 3, "BLOCK": 8, "PDL": True}
     cases = [
         Case("stepfloor.kernels.commit_rows", "_commit_rows_kernel", signature, constants | {"R": r}, 1) for r in (1, 4)
     ]

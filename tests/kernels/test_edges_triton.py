@@ -65,7 +65,7 @@ def cases() -> Iterator[Case]:
         taps = {"TAPS": 4, "DILATION": 3, "STREAMS": 4}
         yield case("ple_mix", "_convolve_kernel", types, ROWS=rows, KEEP=keep, **taps, **window)
     types = f"residual_ptr{b} embedding_ptr{b} tokens_ptr{i} norm_hidden_ptr{f} norm_embedding_ptr{f} hidden_ptr{b} "
-    types += f"vectors_ptr{b} vocabulary width d eps:fp32"
+    types += f"vectors_ptr{b} vocabulary width part_width d eps:fp32"
     yield case("mtp_norm", "_mtp_norm_kernel", types, 16, GATHER=True, BLOCK_WIDTH=16384, BLOCK=4096)
     yield case("mtp_fuse", "_mtp_fuse_kernel", f"hidden_ptr{b} token_ptr{b} out_ptr{b} d", STREAMS=4, BLOCK=1024)
     types = f"residual_ptr{b} y_ptr{b} y_weights_ptr{b} scale_ptr{f} written_ptr{b} normed_ptr{b} d eps:fp32"

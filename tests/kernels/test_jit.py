@@ -1,8 +1,14 @@
 """What Triton kernels share, under the interpreter or on a GPU."""
 
+import inspect
+from typing import Any
+
+import pytest
 import torch
 
 from stepfloor.kernels._jit import dependent_launch, runs_triton, start, tl, triton
+from stepfloor.kernels.draw_tokens import _part_kernel
+from stepfloor.kernels.embed import _embed_kernel
 from tests.kernels.compiled import Case, assert_compiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -22,6 +28,13 @@ def test_a_chain_of_dependent_launches() -> None:
         _add_one[(2,)](x, y, 100, BLOCK=64, **dependent_launch(x))
         x = y
     assert torch.equal(x.cpu(), torch.arange(100.0) + 10)
+
+
+@pytest.mark.parametrize("kernel", [_embed_kernel, _part_kernel], ids=["embed", "draw_tokens"])
+def test_what_settles_rows_starts_in_turn(kernel: Any) -> None:
+    """Rows.settled rests on them. Were they to begin like all others, kernels behind them would now and then read
+    begin_rows' integers, or a drafting pass's raw keys, before they are written."""
+    assert "\n    start_in_turn(PDL)\n" in inspect.getsource(kernel.fn)
 
 
 def test_the_cpu_runs_references() -> None:

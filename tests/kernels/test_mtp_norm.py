@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from stepfloor.kernels.mtp_norm import launch_norms, mtp_norm, mtp_norm_inputs, mtp_norm_reference
+from stepfloor.kernels.mtp_norm import FEW_ROWS, launch_norms, mtp_norm, mtp_norm_inputs, mtp_norm_reference
 from tests.kernels.compare import UNIT, assert_rounded_alike, assert_rows_alone, assert_same, assert_within
 from tests.kernels.edges import DEVICE, REAL, empty_is_nan, fenced
 from tests.kernels.source import Recording
@@ -65,7 +65,10 @@ def test_kernel_is_the_reference(t: int, d: int, vocabulary: int, gather: bool, 
 
 
 def test_kernel_rows_do_not_disturb_each_other() -> None:
-    assert_rows_alone(launch_norms, mtp_norm_inputs(10, 13, 11, torch.bfloat16, DEVICE), ("residual", "tokens"))
+    """More rows than have a program for each stream, and groups that have."""
+    assert_rows_alone(
+        launch_norms, mtp_norm_inputs(FEW_ROWS + 2, 13, 11, torch.bfloat16, DEVICE), ("residual", "tokens")
+    )
 
 
 def test_ids_outside_of_the_vocabulary_stay_in_the_table() -> None:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from stepfloor.kernels.mtp_fuse import mtp_fuse
 from stepfloor.kernels.qsa_prepare import SparseShape, qsa_prepare, qsa_prepare_inputs
 from tests.kernels.compare import UNIT, assert_rounded_alike, assert_same, assert_within, copied, groups
 from tests.kernels.source import Recording
@@ -208,6 +209,39 @@ def test_shared_inputs_are_rows_like_any(context: int) -> None:
     assert_same(tuple(torch.cat(column, 1) for column in zip(*outputs, strict=True)), together)
     for name in ("keys", "values", "block_keys", "raw_keys"):
         assert_same(getattr(steps["cache"], name), getattr(whole["cache"], name))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(("b", "r"), [(1, 1), (1, 4), (4, 4), (16, 5)])
+def test_settled_calls_have_the_same_bits(b: int, r: int) -> None:
+    """Steps in a graph, a dependent launch in front: what is read before the wait is what the step before left.
+
+    Windows begin at every place of a block and overlap, as those with rejected drafts do.
+    """
+    shape = SparseShape(heads=24, kv_heads=2, head_dim=256, index_heads=4, index_dim=128, ratio=4, topk=512)
+    inputs: dict[str, Any] = qsa_prepare_inputs(b, 80, 300, shape, torch.bfloat16, "cuda")
+    # the sum that gives the rows is a dependent launch, and they are there only after it
+    streams = inputs.pop("projected")[:, :r].reshape(b * r, 4, -1).contiguous()
+    nothing = torch.zeros_like(streams[:, 0])
+    plain, held = copied(inputs), copied(inputs)
+
+    def step(held: dict[str, Any], settled: bool) -> tuple[Tensor, ...]:
+        return qsa_prepare(mtp_fuse(streams, nothing).view(b, r, -1), **held, settled=settled)
+
+    step(copied(inputs), True)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = step(held, True)
+    for turn in range(16):
+        streams.add_(turn + 1)
+        for each in (plain, held):
+            each["first"].add_(1 + turn % r)
+        graph.replay()
+        assert_same(output, step(plain, False))
+        for name in ("keys", "values", "block_keys", "raw_keys"):
+            assert_same(getattr(held["cache"], name), getattr(plain["cache"], name))
 
 
 def test_disagreeing_shapes_are_refused() -> None:

@@ -361,10 +361,11 @@ def compiled_cases(dtype: str, kv: str, shape: SparseShape, names: str) -> list[
         pointers("projected_ptr cos_ptr sin_ptr block_keys_ptr raw_keys_ptr q_ptr gate_ptr index_q_ptr", dtype)
         | pointers("norm_q_ptr norm_k_ptr norm_index_q_ptr norm_index_k_ptr", "*fp32")
         | pointers("keys_ptr values_ptr", kv)
-        | pointers("rows columns pages ring", "i32")
+        | pointers("columns pages", "i32")
     )
-    index = {"INDEX_HEADS": s.index_heads, "INDEX_DIM": s.index_dim, "ROTARY": s.index_dim // 2}
-    blocks = {"BLOCK_D": block_d, "BLOCK_I": block_i, "BLOCK_RING": 16}
+    index = {"INDEX_HEADS": s.index_heads, "INDEX_DIM": s.index_dim, "ROTARY": s.index_dim // 2, "RING": 11}
+    blocks = {"BLOCK_D": block_d, "BLOCK_I": block_i, "BLOCK_HALF": s.index_dim // 4, "BLOCK_RING": 16}
+    blocks |= {"UNITS": 1 + s.kv_heads + s.index_heads + s.heads, "SETTLED": True}
     cases = [Case(f"{room}prepare", "_prepare_kernel", prepare | where | {"eps": "fp32"}, heads | index | blocks, 1)]
     score = pointers("index_q_ptr block_keys_ptr", dtype) | pointers("rows row0 count stride pages", "i32")
     score |= where | {"scores_ptr": "*fp32", "arrived_ptr": "*i32"}

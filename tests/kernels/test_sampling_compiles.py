@@ -60,6 +60,7 @@ TYPES = {
             "seed_stride",
             "kept_stride",
             "scale_stride",
+            "drafts_stride",
             "top_k_stride",
             "vocab",
             "rows",

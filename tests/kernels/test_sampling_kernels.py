@@ -25,6 +25,7 @@ from stepfloor.kernels.count_tokens import count_tokens_inputs, count_tokens_ref
 from stepfloor.kernels.draw_tokens import (
     DRAFT,
     Stages,
+    draw_tokens,
     draw_tokens_inputs,
     draw_tokens_reference,
     draw_tokens_triton,
@@ -283,6 +284,27 @@ def test_what_drafts_were_drawn_from_is_kept(vocab_size: int) -> None:
     assert torch.equal(ours.logits[1:, 1], wanted.logits[1:, 1])  # slot 0 is greedy
     assert torch.equal(ours.scale[1:, 1, 0], wanted.scale[1:, 1, 0])
     assert bool(((ours.scale - wanted.scale)[1:, 1, 1].abs() <= 2.0**-17).all())
+
+
+def test_drafts_are_kept_by_slot() -> None:
+    """In their own column, whatever the others hold; a row without a finite maximum leaves -1."""
+    inputs: dict[str, Any] = draw_tokens_inputs(3, 57, DEVICE)
+    inputs["logits"][1, 5] = torch.nan
+    inputs["slots"] = torch.tensor([3, 0, 2], device=DEVICE)
+    inputs |= {"temperature": torch.zeros(4, device=DEVICE), "seeds": None, "column": 1}
+    for draw in (draw_tokens_triton, draw_tokens_reference):
+        table = torch.full((4, 3), 99, device=DEVICE)
+        tokens = draw(**inputs, drafts=table)
+        assert tokens[1] == -1
+        assert torch.equal(table[inputs["slots"], 1], tokens)
+        assert int((table == 99).sum()) == 9
+
+
+def test_only_one_row_a_window_is_kept() -> None:
+    inputs: dict[str, Any] = draw_tokens_inputs(4, 57, "cpu")
+    inputs |= {"slots": inputs["slots"][:2], "positions": inputs["positions"][:2]}
+    with pytest.raises(ValueError, match=r"got 2 rows and \(4, 3\)"):
+        draw_tokens(**inputs, drafts=torch.zeros(4, 3, dtype=torch.int64))
 
 
 # ---------------------------------------------------------------------- accept_drafts

@@ -65,7 +65,7 @@ def write(
         drafts = torch.empty(b, 0, dtype=torch.int64)
         for j in range(k):
             rows = [drafter_row([*text, *drafts[i].tolist()], requests[i]) for i, text in enumerate(texts)]
-            tokens = sampler.draft(torch.stack(rows), slots, positions() + j, drafts)
+            tokens = sampler.draft(torch.stack(rows), slots, positions() + j, drafts.unbind(1))
             drafts = torch.cat([drafts, tokens[:, None]], dim=1)
         window = [
             torch.stack([model_row([*text, *drafts[i, :j].tolist()]) for j in range(k + 1)])
@@ -146,12 +146,12 @@ def test_a_seed_is_a_text() -> None:
 def test_drafts_share_the_targets_noise_in_coupled_mode_only() -> None:
     n = 500
     logits = torch.zeros(n, V)
-    slots, positions, none = torch.zeros(n).long(), torch.arange(n), torch.empty(n, 0, dtype=torch.int64)
+    slots, positions = torch.zeros(n).long(), torch.arange(n)
     agreeing = {}
     for acceptance in ("standard", "coupled"):
         sampler = Sampler(V, 1, 1, acceptance, "cpu")
         sampler.assign(0, SamplingParams(seed=3), ())
-        drafts = sampler.draft(logits, slots, positions, none)
+        drafts = sampler.draft(logits, slots, positions, ())
         assert (sampler.proposals is None) == (acceptance == "coupled")
         agreeing[acceptance] = int((drafts == sampler.sample(logits, slots, positions)).sum())
     assert agreeing["coupled"] == n
@@ -171,7 +171,7 @@ def test_a_step_asks_the_device_for_no_value(acceptance: str) -> None:
         slots, positions = torch.arange(b), torch.arange(b)
         drafts = torch.empty(b, 0, dtype=torch.int64)
         for j in range(2):
-            tokens = sampler.draft(torch.zeros(b, V), slots, positions + j, drafts)
+            tokens = sampler.draft(torch.zeros(b, V), slots, positions + j, drafts.unbind(1))
             drafts = torch.cat([drafts, tokens[:, None]], dim=1)
         emitted, accepted = sampler.accept(torch.zeros(b, 3, V), drafts, slots, positions)
         sampler.commit(slots, emitted)
@@ -204,9 +204,7 @@ def test_windows_follow_the_target_with_filters_and_penalties(drafter: str) -> N
     slot = torch.zeros(1, dtype=torch.int64)
     sampler.commit(slot, torch.tensor([OUTPUT]))
     slots, positions = slot.expand(n), torch.arange(n) * 2 + 4
-    drafts = sampler.draft(
-        torch.tensor(DRAFTER_LOGITS).expand(n, 4), slots, positions, torch.empty(n, 0, dtype=torch.int64)
-    )
+    drafts = sampler.draft(torch.tensor(DRAFTER_LOGITS).expand(n, 4), slots, positions, ())
     if drafter == "argmax":
         drafts = kept(sampler).logits[0, 0].argmax().expand(n)
         kept(sampler).logits[0, 0].fill_(-math.inf)[drafts[0]] = 0.0
@@ -256,7 +254,7 @@ def test_drafts_and_target_rows_count_the_drafts_before_them() -> None:
     sampler.commit(slot, first)
     drafts = torch.empty(1, 0, dtype=torch.int64)
     for j in range(3):
-        token = sampler.draft(torch.zeros(1, 5), slot, position + 1 + j, drafts)
+        token = sampler.draft(torch.zeros(1, 5), slot, position + 1 + j, drafts.unbind(1))
         assert sampler.proposals is None
         drafts = torch.cat([drafts, token[:, None]], dim=1)
     assert (first.tolist(), drafts.tolist()) == ([0], [[1, 2, 3]])
@@ -323,7 +321,7 @@ def test_a_bad_row_ends_its_own_window_only() -> None:
         if bad:
             drafter[0, 3] = math.nan
             logits[0, 0, 3] = math.nan
-        drafts = sampler.draft(drafter, slots, positions, torch.empty(2, 0, dtype=torch.int64))
+        drafts = sampler.draft(drafter, slots, positions, ())
         for table in (kept(sampler).logits, kept(sampler).scale):
             table[:, 1] = table[:, 0]
         emitted, accepted = sampler.accept(logits, torch.stack([drafts, drafts], dim=1), slots, positions)

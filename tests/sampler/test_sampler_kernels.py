@@ -29,7 +29,7 @@ def step(sampler: Sampler, target: Tensor, drafter: Tensor, slots: Tensor, posit
     sampler.commit(slots, emitted)
     following = torch.empty_like(drafts[:, :0])
     for j in range(drafts.shape[1]):
-        token = sampler.draft(drafter[:, j], slots, positions + accepted + 1 + j, following)
+        token = sampler.draft(drafter[:, j], slots, positions + accepted + 1 + j, following.unbind(1))
         following = torch.cat((following, token[:, None]), 1)
     return torch.cat((emitted, accepted[:, None], following), 1)
 

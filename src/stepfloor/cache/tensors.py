@@ -22,8 +22,9 @@ class Rows:
     pending   [B] int64, rows of the last decode step that were accepted and are not in the recurrent state yet
     rejected  [B] int64, rows of the last decode step that were not accepted
     history   [B, ngram_size - 1] int64, the committed tokens before the first row
-    settled   whether slots, pending and what earlier steps left in a layer's recurrent state and kept rows were final
-              before something that is no dependent launch, which the step queued before its first layer
+    settled   whether slots, first, pending, the page table and what earlier steps or passes left in a layer's recurrent
+              state, kept rows and raw keys were final before something that no kernel of these rows overtakes: a plain
+              kernel or a copy, the start of a graph, or a kernel that starts in turn
     """
 
     tokens: Tensor

@@ -300,6 +300,20 @@ def start(PDL: tl.constexpr):
 
 
 @triton.jit
+def let_successor_in(PDL: tl.constexpr):
+    """The first half of `start`, for a kernel that reads before it waits: what nobody writes, or what is settled."""
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait(PDL: tl.constexpr):
+    """The second half of `start`."""
+    if PDL:
+        gdc_wait()
+
+
+@triton.jit
 def start_in_turn(PDL: tl.constexpr):
     """The same, waiting first: for a kernel whose successor reads, before its own wait, what came before both."""
     if PDL:

@@ -32,17 +32,36 @@ class SlotState:
     history: Tensor
 
 
-def begin_rows_reference(state: SlotState, slots: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+@dataclass(frozen=True, slots=True)
+class BegunRows:
+    """What a step verifies of B sequences, all int64; R = k + 1 rows.
+
+    tokens     [B, R] the newest token, then its drafts, 0 for a missing one; drafts [B, k] with -1 there
+    first      [B] position of the newest token; positions [B] of the first one to decide
+    pending, rejected  [B]; history [B, W]
+    """
+
+    tokens: Tensor
+    drafts: Tensor
+    first: Tensor
+    positions: Tensor
+    pending: Tensor
+    rejected: Tensor
+    history: Tensor
+
+
+def begin_rows_reference(state: SlotState, slots: Tensor, k: int) -> BegunRows:
     """One indexing each."""
-    tokens = torch.cat((state.token[slots, None], state.drafts[slots, :k]), 1).clamp(min=0)
-    return tokens, state.length[slots], state.pending[slots], state.rejected[slots], state.history[slots]
+    drafts, first = state.drafts[slots, :k], state.length[slots]
+    tokens = torch.cat((state.token[slots, None], drafts), 1).clamp(min=0)
+    return BegunRows(
+        tokens, drafts, first, first + 1, state.pending[slots], state.rejected[slots], state.history[slots]
+    )
 
 
-def begin_rows(state: SlotState, slots: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gather the rows that a step verifies.
+def begin_rows(state: SlotState, slots: Tensor, k: int) -> BegunRows:
+    """Gather the rows that a step verifies: k drafts of each of slots [B] int64.
 
-    slots  [B] int64; k  drafts of each
-    Returns tokens [B, R], first [B], pending [B], rejected [B], history [B, W], all int64; R = k + 1 rows.
     Raises ValueError if slots is not one-dimensional, or a slot holds fewer drafts.
     """
     if slots.ndim != 1 or not 0 <= k <= state.drafts.shape[1]:
@@ -54,11 +73,12 @@ def begin_rows(state: SlotState, slots: Tensor, k: int) -> tuple[Tensor, Tensor,
     return begin_rows_reference(state, slots, k)
 
 
-def begin_rows_launch(state: SlotState, slots: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def begin_rows_launch(state: SlotState, slots: Tensor, k: int) -> BegunRows:
     """Queue the kernel, one program a sequence."""
     count, width = slots.shape[0], state.history.shape[1]
-    tokens, history = slots.new_empty((count, k + 1)), slots.new_empty((count, width))
-    first, pending, rejected = (torch.empty_like(slots) for _ in range(3))
+    tokens, drafts = slots.new_empty((count, k + 1)), slots.new_empty((count, k))
+    first, positions, pending, rejected = (torch.empty_like(slots) for _ in range(4))
+    history = slots.new_empty((count, width))
     _begin_rows_kernel[(count,)](
         slots,
         state.token,
@@ -68,7 +88,9 @@ def begin_rows_launch(state: SlotState, slots: Tensor, k: int) -> tuple[Tensor, 
         state.rejected,
         state.history,
         tokens,
+        drafts,
         first,
+        positions,
         pending,
         rejected,
         history,
@@ -79,7 +101,7 @@ def begin_rows_launch(state: SlotState, slots: Tensor, k: int) -> tuple[Tensor, 
         num_warps=1,
         **dependent_launch(slots),
     )
-    return tokens, first, pending, rejected, history
+    return BegunRows(tokens, drafts, first, positions, pending, rejected, history)
 
 
 @triton.jit
@@ -92,7 +114,9 @@ def _begin_rows_kernel(
     rejected_ptr,
     history_ptr,
     tokens_ptr,
+    row_drafts_ptr,
     first_ptr,
+    positions_ptr,
     row_pending_ptr,
     row_rejected_ptr,
     row_history_ptr,
@@ -102,17 +126,22 @@ def _begin_rows_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    # All loads before the first store: none moves up past one, and each that waits costs a latency.
     start(PDL)
     b = tl.program_id(0)
     slot = tl.load(slots_ptr + b)
     at = tl.arange(0, BLOCK)
     drafted = tl.load(drafts_ptr + slot * KEPT + at - 1, mask=(at > 0) & (at <= K), other=0)
-    tokens = tl.where(at == 0, tl.load(token_ptr + slot), drafted)
-    tl.store(tokens_ptr + b * (K + 1) + at, tl.maximum(tokens, 0), mask=at <= K)
-    tl.store(first_ptr + b, tl.load(length_ptr + slot))
-    tl.store(row_pending_ptr + b, tl.load(pending_ptr + slot))
-    tl.store(row_rejected_ptr + b, tl.load(rejected_ptr + slot))
     history = tl.load(history_ptr + slot * W + at, mask=at < W, other=0)
+    token, length = tl.load(token_ptr + slot), tl.load(length_ptr + slot)
+    pending, rejected = tl.load(pending_ptr + slot), tl.load(rejected_ptr + slot)
+    tokens = tl.where(at == 0, token, drafted)
+    tl.store(tokens_ptr + b * (K + 1) + at, tl.maximum(tokens, 0), mask=at <= K)
+    tl.store(row_drafts_ptr + b * K + at - 1, drafted, mask=(at > 0) & (at <= K))
+    tl.store(first_ptr + b, length)
+    tl.store(positions_ptr + b, length + 1)
+    tl.store(row_pending_ptr + b, pending)
+    tl.store(row_rejected_ptr + b, rejected)
     tl.store(row_history_ptr + b * W + at, history, mask=at < W)
 
 

@@ -13,7 +13,7 @@ logits need no softmax); kernels/_noise.py for the noise.
 import torch
 from torch import Tensor
 
-from stepfloor.kernels._jit import runs_triton, start, tl, triton
+from stepfloor.kernels._jit import runs_triton, start, start_in_turn, tl, triton
 from stepfloor.kernels._logits import (
     SEGMENT,
     Proposals,
@@ -47,6 +47,7 @@ def draw_tokens_reference(
     stream: int,
     stages: Stages | None = None,
     proposals: Proposals | None = None,
+    drafts: Tensor | None = None,
     column: int = 0,
 ) -> Tensor:
     """The source's equation."""
@@ -62,7 +63,10 @@ def draw_tokens_reference(
         noise = gumbel_noise(seeds[row_slots], row_positions, torch.full_like(row_positions, stream), x.shape[1])
         x = x + torch.where(temperature[row_slots][:, None] == 0, 0.0, noise)
     # argmax returns the lowest id among equals
-    return torch.where(healthy, x.argmax(-1), -1)
+    tokens = torch.where(healthy, x.argmax(-1), -1)
+    if drafts is not None:
+        drafts[slots, column] = tokens
+    return tokens
 
 
 def draw_tokens(
@@ -74,6 +78,7 @@ def draw_tokens(
     stream: int,
     stages: Stages | None = None,
     proposals: Proposals | None = None,
+    drafts: Tensor | None = None,
     column: int = 0,
 ) -> Tensor:
     """Draw one token id from each row.
@@ -87,6 +92,7 @@ def draw_tokens(
     stages       what the raw logits still need, the temperature included. None: they come from process_logits
     proposals    with R = 1: where to keep what a row was drawn from, at [slot, column]. Rows at temperature 0 may be
                  left out
+    drafts       int64 [slots, most drafts], with R = 1: where to keep the tokens too, at [slot, column]
     Returns int64 [N], -1 where the row has no finite maximum. Raises ValueError if shapes disagree.
     """
     rows = window_rows(logits, slots) if logits.ndim == 2 else 0
@@ -102,8 +108,13 @@ def draw_tokens(
             f"proposals take one row a window and {(temperature.shape[0], logits.shape[1])} slots and tokens; "
             f"got {rows} rows and {tuple(proposals.logits.shape)}"
         )
+    if drafts is not None and (rows > 1 or drafts.ndim != 2 or drafts.shape[0] != temperature.shape[0]):
+        raise ValueError(
+            f"drafts are kept of one row a window, in [{temperature.shape[0]}, most drafts]; "
+            f"got {rows} rows and {tuple(drafts.shape)}"
+        )
     draw = draw_tokens_triton if runs_triton(logits) else draw_tokens_reference
-    return draw(logits, slots, positions, temperature, seeds, stream, stages, proposals, column)
+    return draw(logits, slots, positions, temperature, seeds, stream, stages, proposals, drafts, column)
 
 
 def draw_tokens_triton(
@@ -115,6 +126,7 @@ def draw_tokens_triton(
     stream: int,
     stages: Stages | None = None,
     proposals: Proposals | None = None,
+    drafts: Tensor | None = None,
     column: int = 0,
 ) -> Tensor:
     """Two launches, whatever the stages."""
@@ -131,6 +143,7 @@ def draw_tokens_triton(
     arguments["SCALE"] = arguments["SCALE"] and seeds is not None
     kept = proposals.logits[:, column] if proposals is not None else None
     scale = proposals.scale[:, column] if proposals is not None else None
+    kept_drafts = None if drafts is None else drafts[:, column]
     _part_kernel[parts, n](
         **arguments,
         positions_ptr=positions.contiguous(),
@@ -156,9 +169,11 @@ def draw_tokens_triton(
         arguments["slots_ptr"],
         temperature,
         scale,
+        kept_drafts,
         parts,
         arguments["float_stride"],
         0 if scale is None else scale.stride(0),
+        0 if kept_drafts is None else kept_drafts.stride(0),
         PARTS=triton.next_power_of_2(parts),
         **launch_options(logits, 1),
     )
@@ -197,8 +212,9 @@ def _part_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # One program takes LOOPS segments of a row and leaves the best value and its id.
-    start(PDL)
+    # One program takes LOOPS segments of a row and leaves the best value and its id. In turn: the drafter's next pass
+    # reads, before it waits, what its pass before this draw wrote.
+    start_in_turn(PDL)
     source = (
         logits_ptr,
         slots_ptr,
@@ -244,7 +260,7 @@ def _part_kernel(
     tl.store(ids_ptr + row * tl.num_programs(0) + part, token)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["drafts_ptr"])  # one binary for all columns
 def _pick_kernel(
     best_ptr,
     ids_ptr,
@@ -254,9 +270,11 @@ def _pick_kernel(
     slots_ptr,
     temperature_ptr,
     scale_ptr,
+    drafts_ptr,
     parts,
     float_stride,
     scale_stride,
+    drafts_stride,
     PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -268,7 +286,10 @@ def _pick_kernel(
     ids = tl.load(ids_ptr + row * parts + i, mask=i < parts, other=0)
     value, token = first_best(best, ids)
     finite = (value > float("-inf")) & (value < float("inf"))
-    tl.store(tokens_ptr + row, tl.where(finite, token, -1).to(tl.int64))
+    token = tl.where(finite, token, -1).to(tl.int64)
+    tl.store(tokens_ptr + row, token)
+    if drafts_ptr is not None:
+        tl.store(drafts_ptr + tl.load(slots_ptr + row) * drafts_stride, token)
     if scale_ptr is not None:
         slot = tl.load(slots_ptr + row)
         if tl.load(temperature_ptr + slot * float_stride) != 0:

@@ -6,7 +6,7 @@ Source: transformers 5.24, Qwen4ExpTextModel.forward (embed_tokens, then repeat 
 import torch
 from torch import Tensor
 
-from stepfloor.kernels._jit import dependent_launch, runs_triton, start, tl, triton
+from stepfloor.kernels._jit import dependent_launch, runs_triton, start_in_turn, tl, triton
 
 BLOCK = 1024
 
@@ -42,7 +42,8 @@ def _embed_kernel(
     tokens_ptr, table_ptr, out_ptr, vocabulary, d, STREAMS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
     # One program: one row, BLOCK channels of every stream.
-    start(PDL)
+    # a step's first kernel after begin_rows: what that gathers is settled for all that follow
+    start_in_turn(PDL)
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     # rows that pad a captured step may hold anything

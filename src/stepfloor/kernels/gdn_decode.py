@@ -73,9 +73,9 @@ def gdn_decode(
     raw_rows     [slots, taps - 1 + R', C]: the convolution's history, then the pending rows; rewritten in place
     gate_rows    [slots, R', 2 * HV] b and a of the pending rows; rewritten in place
     slots        [B] int64; pending [B] int64, rows of the last step that were accepted (0 after a prefill)
-    settled      whether whatever last touched state, kept rows, slots and pending ran before something that is no
-                 dependent launch (a copy, a plain kernel, the start of a graph), and that before this call; the kernel
-                 may then read and write them before its predecessor has ended
+    settled      whether whatever last touched state, kept rows, slots and pending ran before something that nothing
+                 overtakes (a copy, a plain kernel, the start of a graph, a kernel that starts in turn), and that before
+                 this call; the kernel may then read and write them before its predecessor has ended
     Returns [B, R, HV * V]. On a GPU slots and pending are read there; the first call of a shape loads its kernel, which
     a graph capture must not do. Raises ValueError if R exceeds the rows that can be pending or the shapes disagree.
     """

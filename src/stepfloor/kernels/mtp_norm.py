@@ -11,8 +11,12 @@ Source: vLLM 0.33, the qwen4_exp multi-token predictor; transformers has no modu
 import torch
 from torch import Tensor
 
-from stepfloor.kernels._jit import dependent_launch, runs_triton, start, tl, triton
+from stepfloor.kernels._jit import dependent_launch, let_successor_in, runs_triton, tl, triton, wait
 from stepfloor.kernels._torch import rms_norm
+
+# Up to so many rows, each stream has a program, which sums the squares of the whole row and writes its own part: with
+# the tokens' five a row. A multiprocessor holds one at a time (512 threads of 80 registers), and an H200 has 132.
+FEW_ROWS = 24
 
 
 def mtp_norm_reference(
@@ -25,7 +29,7 @@ def mtp_norm_reference(
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     """Two norms, each rounded once."""
-    vectors = embedding if tokens is None else embedding[tokens]
+    vectors = embedding if tokens is None else embedding[tokens.clamp(0, embedding.shape[0] - 1)]
     hidden = rms_norm(residual, norm_hidden, eps).unflatten(-1, (streams, -1))
     return hidden, rms_norm(vectors, norm_embedding, eps)
 
@@ -45,8 +49,8 @@ def mtp_norm(
     embedding       [vocabulary, D] with tokens [T] int64, the token after each row; or without tokens (None) their
                     vectors [T, D]
     norm_hidden     [S * D] float32, norm_embedding [D] float32, 1 already added
-    Returns the streams [T, S, D] and the tokens' vectors [T, D]. On a GPU an id outside of the vocabulary reads its
-    first or last row. Raises ValueError if the shapes disagree.
+    Returns the streams [T, S, D] and the tokens' vectors [T, D]. An id outside of the vocabulary reads its first or
+    last row. Raises ValueError if the shapes disagree.
     """
     count, width = residual.shape
     rows = embedding.shape[0] if tokens is None else tokens.numel()
@@ -72,7 +76,8 @@ def launch_norms(
     count, width = residual.shape
     vocabulary, d = embedding.shape
     hidden, vectors = residual.new_empty((count, streams, d)), residual.new_empty((count, d))
-    _mtp_norm_kernel[count, 2](
+    parts = streams if count <= FEW_ROWS else 1
+    _mtp_norm_kernel[count, parts + 1](
         residual.contiguous(),
         embedding.contiguous(),
         tokens,
@@ -82,6 +87,7 @@ def launch_norms(
         vectors,
         vocabulary,
         width,
+        width // parts,
         d,
         eps,
         GATHER=tokens is not None,
@@ -91,15 +97,6 @@ def launch_norms(
         **dependent_launch(residual),
     )
     return hidden, vectors
-
-
-@triton.jit
-def _norm_row(x_ptr, scale_ptr, to_ptr, width, eps, BLOCK: tl.constexpr):
-    at = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + at, mask=at < width, other=0).to(tl.float32)
-    rms = tl.rsqrt(tl.sum(x * x, 0) / width + eps)
-    scale = tl.load(scale_ptr + at, mask=at < width, other=0)
-    tl.store(to_ptr + at, (x * rms * scale).to(to_ptr.dtype.element_ty), mask=at < width)
 
 
 @triton.jit
@@ -113,6 +110,7 @@ def _mtp_norm_kernel(
     vectors_ptr,
     vocabulary,
     width,
+    part_width,
     d,
     eps,
     GATHER: tl.constexpr,
@@ -120,17 +118,34 @@ def _mtp_norm_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # Two programs a row: its streams, and its token.
-    start(PDL)
+    # A program for each part of a row's streams, and one for its token. Scales do not depend on the kernel before.
+    let_successor_in(PDL)
     row = tl.program_id(0).to(tl.int64)
-    if tl.program_id(1) == 0:
-        _norm_row(residual_ptr + row * width, norm_hidden_ptr, hidden_ptr + row * width, width, eps, BLOCK_WIDTH)
+    part = tl.program_id(1)
+    if part < tl.num_programs(1) - 1:
+        at = tl.arange(0, BLOCK_WIDTH)
+        mine = (at >= part * part_width) & (at < (part + 1) * part_width)
+        scale = tl.load(norm_hidden_ptr + at, mask=mine, other=0)
+        wait(PDL)
+        x = tl.load(residual_ptr + row * width + at, mask=at < width, other=0).to(tl.float32)
+        _store_normed(hidden_ptr + row * width + at, x, scale, mine, width, eps)
     else:
+        channel = tl.arange(0, BLOCK)
+        live = channel < d
+        token_scale = tl.load(norm_embedding_ptr + channel, mask=live, other=0)
+        wait(PDL)
         place = row
         if GATHER:
             # rows that pad a captured step may hold anything
             place = tl.minimum(tl.maximum(tl.load(tokens_ptr + row), 0), vocabulary - 1)
-        _norm_row(embedding_ptr + place * d, norm_embedding_ptr, vectors_ptr + row * d, d, eps, BLOCK)
+        token = tl.load(embedding_ptr + place * d + channel, mask=live, other=0).to(tl.float32)
+        _store_normed(vectors_ptr + row * d + channel, token, token_scale, live, d, eps)
+
+
+@triton.jit
+def _store_normed(to_ptr, x, scale, live, width, eps):
+    rms = tl.rsqrt(tl.sum(x * x, 0) / width + eps)
+    tl.store(to_ptr, (x * rms * scale).to(to_ptr.dtype.element_ty), mask=live)
 
 
 def mtp_norm_inputs(t: int, d: int, vocabulary: int, dtype: torch.dtype, device: str) -> dict[str, object]:

@@ -18,7 +18,7 @@ the convolution inputs before it.
 import torch
 from torch import Tensor
 
-from stepfloor.kernels._jit import dependent_launch, runs_triton, start, tl, triton
+from stepfloor.kernels._jit import dependent_launch, let_successor_in, runs_triton, start, tl, triton, wait
 from stepfloor.kernels._torch import rms_norm, sigmoid, silu
 
 MOST_TILE_ROWS = 16  # rows of a sequence in one program; a decode step has no more
@@ -228,8 +228,9 @@ def _gate_kernel(
     WRITE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # One program: one stream of one row. The pending write, the gate, and the convolution's input.
-    start(PDL)
+    # One program: one stream of one row. The pending write, the gate, and the convolution's input. Scales are read
+    # before the wait, everything else at once behind it.
+    let_successor_in(PDL)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     stream = tl.program_id(1)
@@ -237,16 +238,21 @@ def _gate_kernel(
     live = channel < d
     at = (row * STREAMS + stream) * d + channel
     scale_at = stream * d + channel
+    key_scale = tl.load(norm_key_ptr + scale_at, mask=live, other=0)
+    query_scale = tl.load(norm_query_ptr + scale_at, mask=live, other=0)
+    conv_scale = tl.load(norm_conv_ptr + scale_at, mask=live, other=0)
+    wait(PDL)
     residual = tl.load(residual_ptr + at, mask=live, other=0).to(tl.float32)
+    key_ptr = key_value_ptr + row * (STREAMS + 1) * d
+    key = tl.load(key_ptr + scale_at, mask=live, other=0).to(tl.float32)
+    value = tl.load(key_ptr + STREAMS * d + channel, mask=live, other=0).to(tl.float32)
     if WRITE:
         y = tl.load(y_ptr + row * d + channel, mask=live, other=0).to(tl.float32)
         weight = tl.load(y_weights_ptr + row * STREAMS + stream).to(tl.float32)
         residual = (residual + (y * weight).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
     tl.store(out_ptr + at, residual.to(dtype), mask=live)
-    key_ptr = key_value_ptr + row * (STREAMS + 1) * d
-    key = tl.load(key_ptr + scale_at, mask=live, other=0).to(tl.float32)
-    key = _normed(key, norm_key_ptr + scale_at, live, d, eps).to(dtype).to(tl.float32)
-    query = _normed(residual, norm_query_ptr + scale_at, live, d, eps).to(dtype).to(tl.float32)
+    key = _normed(key, key_scale, d, eps).to(dtype).to(tl.float32)
+    query = _normed(residual, query_scale, d, eps).to(dtype).to(tl.float32)
     score = tl.sum((key * query).to(dtype).to(tl.float32), 0).to(dtype).to(tl.float32)
     score = (score / root_d).to(dtype).to(tl.float32)
     size = tl.abs(score)
@@ -255,15 +261,13 @@ def _gate_kernel(
     signed = tl.sqrt(size).to(dtype).to(tl.float32) * sign
     gate = (1.0 / (1.0 + tl.exp(-signed))).to(dtype)
     tl.store(gates_ptr + row * STREAMS + stream, gate)
-    value = tl.load(key_ptr + STREAMS * d + channel, mask=live, other=0).to(tl.float32)
     gated = (gate.to(tl.float32) * value).to(dtype).to(tl.float32)
-    tl.store(normed_ptr + at, _normed(gated, norm_conv_ptr + scale_at, live, d, eps).to(dtype), mask=live)
+    tl.store(normed_ptr + at, _normed(gated, conv_scale, d, eps).to(dtype), mask=live)
 
 
 @triton.jit
-def _normed(x, scale_ptr, live, d, eps):
-    rms = tl.rsqrt(tl.sum(x * x, 0) / d + eps)
-    return x * rms * tl.load(scale_ptr, mask=live, other=0)
+def _normed(x, scale, d, eps):
+    return x * tl.rsqrt(tl.sum(x * x, 0) / d + eps) * scale
 
 
 @triton.jit

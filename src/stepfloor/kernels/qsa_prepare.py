@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stepfloor.kernels._jit import dependent_launch, runs_triton, start, tl, triton
+from stepfloor.kernels._jit import dependent_launch, let_successor_in, runs_triton, tl, triton, wait
 from stepfloor.kernels._torch import rms_norm, rotate
 
 
@@ -110,12 +110,16 @@ def qsa_prepare(
     cache: SparseCache,
     shape: SparseShape,
     eps: float,
+    settled: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Prepare R rows of each of B sequences and write their keys, values and index keys.
 
     projected  [B, R, columns]: per query head its query then its gate; k; v; indexer queries; indexer key
     slots      [B] int64; first [B] int64, position of each sequence's first row
     cos, sin   [positions, rotary] in the dtype of projected
+    settled    whether whatever last wrote slots, first, the page table and these slots' raw keys ran before something
+               that nothing overtakes, and that before this call (see gdn_decode); the kernel then reads them before
+               its predecessor has ended
     Returns q [B, R, H, head_dim], gate [B, R, H * head_dim], indexer queries [B, R, index heads, index dim].
     Block keys that the rows complete are written before this returns, so a row sees its own block.
     Raises ValueError if the columns do not match the shape, slots and first the rows, or a cache is not contiguous.
@@ -128,7 +132,7 @@ def qsa_prepare(
             f"qsa_prepare wants slots and first [{projected.shape[0]}]; got {tuple(slots.shape)}, {tuple(first.shape)}"
         )
     if runs_triton(projected):
-        return qsa_prepare_triton(projected, slots, first, cos, sin, norms, cache, shape, eps)
+        return qsa_prepare_triton(projected, slots, first, cos, sin, norms, cache, shape, eps, settled)
     return qsa_prepare_reference(projected, slots, first, cos, sin, norms, cache, shape, eps)
 
 
@@ -142,6 +146,7 @@ def qsa_prepare_triton(
     cache: SparseCache,
     shape: SparseShape,
     eps: float,
+    settled: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One launch; see qsa_prepare."""
     for name in ("keys", "values", "block_keys", "raw_keys", "page_table"):
@@ -152,9 +157,9 @@ def qsa_prepare_triton(
     q = torch.empty((b, r, shape.heads, shape.head_dim), dtype=projected.dtype, device=projected.device)
     gate = torch.empty((b, r, shape.heads * shape.head_dim), dtype=projected.dtype, device=projected.device)
     index_q = torch.empty((b, r, shape.index_heads, shape.index_dim), dtype=projected.dtype, device=projected.device)
-    ring = cache.raw_keys.shape[1]
+    ring, rotary = cache.raw_keys.shape[1], cos.shape[1]
     units = 1 + shape.kv_heads + shape.index_heads + shape.heads
-    _prepare_kernel[(units, b * r)](
+    _prepare_kernel[(units * r, b)](
         projected,
         slots,
         first,
@@ -172,10 +177,8 @@ def qsa_prepare_triton(
         q,
         gate,
         index_q,
-        r,
         columns,
         cache.page_table.shape[1],
-        ring,
         eps,
         PAGE=cache.keys.shape[1],
         HEADS=shape.heads,
@@ -184,17 +187,21 @@ def qsa_prepare_triton(
         INDEX_HEADS=shape.index_heads,
         INDEX_DIM=shape.index_dim,
         RATIO=shape.ratio,
-        ROTARY=cos.shape[1],
+        RING=ring,
+        ROTARY=rotary,
+        UNITS=units,
         BLOCK_D=triton.next_power_of_2(shape.head_dim),
         BLOCK_I=triton.next_power_of_2(shape.index_dim),
+        BLOCK_HALF=triton.next_power_of_2(rotary // 2),
         BLOCK_RING=triton.next_power_of_2(ring),
+        SETTLED=settled,
         num_warps=1,
         **dependent_launch(projected),
     )
     return q, gate, index_q
 
 
-@triton.jit(do_not_specialize=["rows"])  # one binary for every number of rows
+@triton.jit
 def _prepare_kernel(
     projected_ptr,
     slots_ptr,
@@ -213,10 +220,8 @@ def _prepare_kernel(
     q_ptr,
     gate_ptr,
     index_q_ptr,
-    rows,
     columns,
     pages,
-    ring,
     eps,
     PAGE: tl.constexpr,
     HEADS: tl.constexpr,
@@ -225,128 +230,222 @@ def _prepare_kernel(
     INDEX_HEADS: tl.constexpr,
     INDEX_DIM: tl.constexpr,
     RATIO: tl.constexpr,
+    RING: tl.constexpr,
     ROTARY: tl.constexpr,
+    UNITS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_I: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
     BLOCK_RING: tl.constexpr,
+    SETTLED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # One program per row and unit: the index key first (its chain of loads is the longest), then KV, indexer, query.
-    start(PDL)
-    unit = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)  # rows * columns passes 2**31
-    b = row // rows
-    r = row % rows
-    position = tl.load(first_ptr + b) + r
+    # One program per row and unit: the index key first (it does most), then KV, indexer, query. In each, everything
+    # that the predecessor did not write is read before the wait, what it wrote in one go behind: one load's latency.
+    let_successor_in(PDL)
+    wait(PDL and not SETTLED)
+    unit = tl.program_id(0) % UNITS
+    r = tl.program_id(0) // UNITS
+    rows = tl.num_programs(0) // UNITS
+    b = tl.program_id(1)
+    row = b.to(tl.int64) * rows + r  # rows * columns passes 2**31
+    first = tl.load(first_ptr + b)
+    position = first + r
     projected_ptr += row * columns
-    cos_row = cos_ptr + position * ROTARY
-    sin_row = sin_ptr + position * ROTARY
     kv_ptr = projected_ptr + 2 * HEADS * DIM
     index_ptr = kv_ptr + 2 * KV_HEADS * DIM
-    d = tl.arange(0, BLOCK_D)
-    i = tl.arange(0, BLOCK_I)
+    waits: tl.constexpr = PDL and SETTLED
     if unit == 0:
-        first = position - r
         slot = tl.load(slots_ptr + b)
-        ring_ptr = raw_keys_ptr + slot * ring * INDEX_DIM
         index_ptr += INDEX_HEADS * INDEX_DIM
+        i = tl.arange(0, BLOCK_I)
         # A block belongs to the row it starts at, or to row 0 if it was open before: `base` is its first row.
-        base = r - position % RATIO
-        if ((r == 0) | (base == r)) & (base + RATIO <= rows):
-            partner = _partner(i, ROTARY)
-            key = _pooled(index_ptr, ring_ptr, i, r, base, first, columns, ring, INDEX_DIM, RATIO)
-            other = _pooled(index_ptr, ring_ptr, partner, r, base, first, columns, ring, INDEX_DIM, RATIO)
-            begin = (first + base) * ROTARY
-            key = _norm_rotate(
-                key, other, norm_index_k_ptr, cos_ptr + begin, sin_ptr + begin, eps, INDEX_DIM, ROTARY, BLOCK_I
-            )
-            block = (first + base) // RATIO
-            page = tl.load(page_table_ptr + slot * pages + tl.minimum(block // (PAGE // RATIO), pages - 1))
-            at = page * (PAGE // RATIO) + block % (PAGE // RATIO)
-            tl.store(block_keys_ptr + at * INDEX_DIM + i, key.to(block_keys_ptr.dtype.element_ty), mask=i < INDEX_DIM)
-        if r == 0:
-            # The same program that read the open block's raw keys, and after it: many rows overwrite the whole ring.
-            tl.debug_barrier()
-            kept = tl.minimum(rows, ring)
-            last = tl.arange(0, BLOCK_RING)[:, None]
-            live = (last < kept) & (i < INDEX_DIM)[None, :]
-            new = (rows - kept + last).to(tl.int64)
-            raw = tl.load(index_ptr + new * columns + i[None, :], mask=live, other=0.0)
-            to = (first + new) % ring * INDEX_DIM + i[None, :]
-            tl.store(ring_ptr + to, raw.to(raw_keys_ptr.dtype.element_ty), mask=live)
+        base = r - (position % RATIO).to(tl.int32)
+        every = tl.full([], True, tl.int1)
+        # `every` on the left: what the interpreter spreads over a tile is then a boolean
+        complete = every & ((r == 0) | (base == r)) & (base + RATIO <= rows)
+        begin = first + base
+        block = begin // RATIO
+        page = tl.load(page_table_ptr + slot * pages + tl.minimum(block // (PAGE // RATIO), pages - 1))
+        to = (page * (PAGE // RATIO) + block % (PAGE // RATIO)) * INDEX_DIM
+        scales = _load_head(norm_index_k_ptr, every, INDEX_DIM, ROTARY, BLOCK_I, BLOCK_HALF)
+        turns = _load_turns(cos_ptr, sin_ptr, begin, complete, ROTARY, BLOCK_HALF)
+        # Raw keys are added in their order, those before row 0 from the ring.
+        ring_ptr = raw_keys_ptr + slot * RING * INDEX_DIM
+        phase = (first % RING).to(tl.int32)
+        half = tl.zeros([BLOCK_HALF], tl.float32)
+        total = (tl.zeros([BLOCK_I], tl.float32), half, half)
+        for j in tl.static_range(RATIO):
+            kept = phase + base + j
+            kept_ptr = ring_ptr + tl.where(kept < 0, kept + RING, kept) * INDEX_DIM
+            old = _load_head(kept_ptr, complete & (base + j < 0), INDEX_DIM, ROTARY, BLOCK_I, BLOCK_HALF)
+            total = _added(total, old)
+        wait(waits)
+        for j in tl.static_range(RATIO):
+            new_ptr = index_ptr + (base + j - r).to(tl.int64) * columns
+            new = _load_head(new_ptr, complete & (base + j >= 0), INDEX_DIM, ROTARY, BLOCK_I, BLOCK_HALF)
+            total = _added(total, new)
+        kept_rows = tl.minimum(rows, RING)
+        place = tl.arange(0, BLOCK_RING)[:, None]
+        keep = rows - kept_rows + place
+        live = (every & (r == 0)) & (place < kept_rows) & (i < INDEX_DIM)[None, :]
+        raw = tl.load(index_ptr + keep.to(tl.int64) * columns + i[None, :], mask=live, other=0.0)
+        dtype: tl.constexpr = projected_ptr.dtype.element_ty
+        mean = ((total[0] / RATIO).to(dtype), (total[1] / RATIO).to(dtype), (total[2] / RATIO).to(dtype))
+        key = _norm_turn(mean, scales, turns, eps, INDEX_DIM)
+        _store_head(block_keys_ptr + to, key, complete, INDEX_DIM, ROTARY, BLOCK_I, BLOCK_HALF)
+        # The same program that read the open block's raw keys, and after it: many rows overwrite the whole ring.
+        tl.debug_barrier()
+        at = (phase + keep) % RING * INDEX_DIM + i[None, :]
+        tl.store(ring_ptr + at, raw.to(raw_keys_ptr.dtype.element_ty), mask=live)
     elif unit <= KV_HEADS:
         head = unit - 1
         slot = tl.load(slots_ptr + b)
         page = tl.load(page_table_ptr + slot * pages + tl.minimum(position // PAGE, pages - 1))
         to = ((page * PAGE + position % PAGE) * KV_HEADS + head) * DIM
-        k = _load_norm_rotate(kv_ptr + head * DIM, norm_k_ptr, cos_row, sin_row, eps, DIM, ROTARY, BLOCK_D)
-        v = tl.load(kv_ptr + (KV_HEADS + head) * DIM + d, mask=d < DIM, other=0.0)
-        tl.store(keys_ptr + to + d, _stored(k, keys_ptr.dtype.element_ty), mask=d < DIM)
-        tl.store(values_ptr + to + d, _stored(v.to(tl.float32), values_ptr.dtype.element_ty), mask=d < DIM)
+        x_ptr, beside_ptr = kv_ptr + head * DIM, kv_ptr + (KV_HEADS + head) * DIM
+        _head(
+            x_ptr,
+            keys_ptr + to,
+            beside_ptr,
+            values_ptr + to,
+            (norm_k_ptr, cos_ptr, sin_ptr),
+            position,
+            eps,
+            DIM,
+            ROTARY,
+            BLOCK_D,
+            BLOCK_HALF,
+            waits,
+        )
     elif unit <= KV_HEADS + INDEX_HEADS:
         head = unit - 1 - KV_HEADS
-        iq = _load_norm_rotate(
-            index_ptr + head * INDEX_DIM, norm_index_q_ptr, cos_row, sin_row, eps, INDEX_DIM, ROTARY, BLOCK_I
+        x_ptr, to_ptr = index_ptr + head * INDEX_DIM, index_q_ptr + (row * INDEX_HEADS + head) * INDEX_DIM
+        _head(
+            x_ptr,
+            to_ptr,
+            None,
+            None,
+            (norm_index_q_ptr, cos_ptr, sin_ptr),
+            position,
+            eps,
+            INDEX_DIM,
+            ROTARY,
+            BLOCK_I,
+            BLOCK_HALF,
+            waits,
         )
-        to = (row * INDEX_HEADS + head) * INDEX_DIM
-        tl.store(index_q_ptr + to + i, iq.to(index_q_ptr.dtype.element_ty), mask=i < INDEX_DIM)
     else:
         head = unit - 1 - KV_HEADS - INDEX_HEADS
-        gate = tl.load(projected_ptr + (2 * head + 1) * DIM + d, mask=d < DIM, other=0.0)
-        q = _load_norm_rotate(projected_ptr + 2 * head * DIM, norm_q_ptr, cos_row, sin_row, eps, DIM, ROTARY, BLOCK_D)
-        to = (row * HEADS + head) * DIM
-        tl.store(q_ptr + to + d, q.to(q_ptr.dtype.element_ty), mask=d < DIM)
-        tl.store(gate_ptr + to + d, gate, mask=d < DIM)
+        x_ptr, to = projected_ptr + 2 * head * DIM, (row * HEADS + head) * DIM
+        _head(
+            x_ptr,
+            q_ptr + to,
+            x_ptr + DIM,
+            gate_ptr + to,
+            (norm_q_ptr, cos_ptr, sin_ptr),
+            position,
+            eps,
+            DIM,
+            ROTARY,
+            BLOCK_D,
+            BLOCK_HALF,
+            waits,
+        )
 
 
 @triton.jit
-def _partner(i, ROTARY: tl.constexpr):
-    """The value that value i is rotated with; of values that are not rotated, themselves."""
-    return tl.where(i < ROTARY // 2, i + ROTARY // 2, tl.where(i < ROTARY, i - ROTARY // 2, i))
-
-
-@triton.jit
-def _pooled(index_ptr, ring_ptr, i, r, base, first, columns, ring, INDEX_DIM: tl.constexpr, RATIO: tl.constexpr):
-    """Mean of RATIO raw keys, rounded; rows before row 0 lie in the ring. index_ptr is row r's key."""
-    total = i.to(tl.float32) * 0.0
-    for j in tl.static_range(RATIO):
-        row = base + j
-        before = tl.where(row < 0, INDEX_DIM, 0)  # values to take from the ring: all or none
-        old = tl.load(ring_ptr + (first + row) % ring * INDEX_DIM + i, mask=i < before, other=0.0)
-        new = tl.load(index_ptr + (row - r) * columns + i, mask=i < INDEX_DIM - before, other=0.0)
-        total += old.to(tl.float32) + new.to(tl.float32)
-    return (total / RATIO).to(index_ptr.dtype.element_ty)
-
-
-@triton.jit
-def _load_norm_rotate(
-    x_ptr, scale_ptr, cos_ptr, sin_ptr, eps, DIM: tl.constexpr, ROTARY: tl.constexpr, BLOCK: tl.constexpr
+def _head(
+    x_ptr,
+    to_ptr,
+    beside_ptr,
+    beside_to_ptr,
+    tables,
+    position,
+    eps,
+    DIM: tl.constexpr,
+    ROTARY: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    WAIT: tl.constexpr,
 ):
-    i = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + i, mask=i < DIM, other=0.0)
-    other = tl.load(x_ptr + _partner(i, ROTARY), mask=i < ROTARY, other=0.0)
-    return _norm_rotate(x, other, scale_ptr, cos_ptr, sin_ptr, eps, DIM, ROTARY, BLOCK)
+    """Norm and turn one head; the values beside it, if there are any, are stored as they are. Waits itself."""
+    i, every = tl.arange(0, BLOCK), tl.full([], True, tl.int1)
+    scales = _load_head(tables[0], every, DIM, ROTARY, BLOCK, BLOCK_HALF)
+    turns = _load_turns(tables[1], tables[2], position, every, ROTARY, BLOCK_HALF)
+    wait(WAIT)
+    head = _load_head(x_ptr, every, DIM, ROTARY, BLOCK, BLOCK_HALF)
+    if beside_ptr is not None:
+        beside = tl.load(beside_ptr + i, mask=i < DIM, other=0.0)
+        tl.store(beside_to_ptr + i, _stored(beside.to(tl.float32), beside_to_ptr.dtype.element_ty), mask=i < DIM)
+    head = _norm_turn(head, scales, turns, eps, DIM)
+    _store_head(to_ptr, head, every, DIM, ROTARY, BLOCK, BLOCK_HALF)
 
 
 @triton.jit
-def _norm_rotate(
-    x, other, scale_ptr, cos_ptr, sin_ptr, eps, DIM: tl.constexpr, ROTARY: tl.constexpr, BLOCK: tl.constexpr
-):
-    """One head x and its rotation partners, normed and turned: float32 numbers of the dtype of x."""
-    i = tl.arange(0, BLOCK)
-    live, turned = i < DIM, i < ROTARY
-    dtype: tl.constexpr = x.dtype
-    scale = tl.load(scale_ptr + i, mask=live, other=0.0)
-    other_scale = tl.load(scale_ptr + _partner(i, ROTARY), mask=turned, other=0.0)
-    cos = tl.load(cos_ptr + i, mask=turned, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + i, mask=turned, other=0.0).to(tl.float32)
-    x, other = x.to(tl.float32), other.to(tl.float32)
+def _load_head(x_ptr, live, DIM: tl.constexpr, ROTARY: tl.constexpr, BLOCK: tl.constexpr, BLOCK_HALF: tl.constexpr):
+    """A head, then once more the two halves that are rotated with each other: three loads that none waits for."""
+    i, h = tl.arange(0, BLOCK), tl.arange(0, BLOCK_HALF)
+    turned = live & (h < ROTARY // 2)
+    lower = tl.load(x_ptr + h, mask=turned, other=0.0)
+    upper = tl.load(x_ptr + ROTARY // 2 + h, mask=turned, other=0.0)
+    return tl.load(x_ptr + i, mask=live & (i < DIM), other=0.0), lower, upper
+
+
+@triton.jit
+def _load_turns(cos_ptr, sin_ptr, position, live, ROTARY: tl.constexpr, BLOCK_HALF: tl.constexpr):
+    """cos of both halves, sin of both halves, float32."""
+    h = tl.arange(0, BLOCK_HALF)
+    at, turned = position * ROTARY + h, live & (h < ROTARY // 2)
+    cos_lower = tl.load(cos_ptr + at, mask=turned, other=0.0).to(tl.float32)
+    cos_upper = tl.load(cos_ptr + at + ROTARY // 2, mask=turned, other=0.0).to(tl.float32)
+    sin_lower = tl.load(sin_ptr + at, mask=turned, other=0.0).to(tl.float32)
+    sin_upper = tl.load(sin_ptr + at + ROTARY // 2, mask=turned, other=0.0).to(tl.float32)
+    return cos_lower, cos_upper, sin_lower, sin_upper
+
+
+@triton.jit
+def _added(total, key):
+    return total[0] + key[0].to(tl.float32), total[1] + key[1].to(tl.float32), total[2] + key[2].to(tl.float32)
+
+
+@triton.jit
+def _norm_turn(head, scales, turns, eps, DIM: tl.constexpr):
+    """A head as _load_head gives it, normed, its halves turned: float32 numbers of the dtype it came in."""
+    dtype: tl.constexpr = head[0].dtype
+    x = head[0].to(tl.float32)
     rstd = tl.rsqrt(tl.sum(x * x, 0) / DIM + eps)
-    x = (x * rstd * scale).to(dtype).to(tl.float32)
-    other = (other * rstd * other_scale).to(dtype).to(tl.float32)
-    other = tl.where(i < ROTARY // 2, -other, other)
+    whole = _normed(x, rstd, scales[0], dtype)
+    lower, upper = _normed(head[1], rstd, scales[1], dtype), _normed(head[2], rstd, scales[2], dtype)
+    return (
+        whole,
+        _turned(lower, -upper, turns[0], turns[2], dtype),
+        _turned(upper, lower, turns[1], turns[3], dtype),
+    )
+
+
+@triton.jit
+def _normed(x, rstd, scale, dtype: tl.constexpr):
+    return (x.to(tl.float32) * rstd * scale).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _turned(x, other, cos, sin, dtype: tl.constexpr):
     rotated = (x * cos).to(dtype).to(tl.float32) + (other * sin).to(dtype).to(tl.float32)
-    return tl.where(turned, rotated.to(dtype).to(tl.float32), x)
+    return rotated.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _store_head(
+    to_ptr, head, live, DIM: tl.constexpr, ROTARY: tl.constexpr, BLOCK: tl.constexpr, BLOCK_HALF: tl.constexpr
+):
+    """The turned halves, and of the whole head what is not turned."""
+    i, h = tl.arange(0, BLOCK), tl.arange(0, BLOCK_HALF)
+    dtype: tl.constexpr = to_ptr.dtype.element_ty
+    turned = live & (h < ROTARY // 2)
+    tl.store(to_ptr + i, _stored(head[0], dtype), mask=live & (i >= ROTARY) & (i < DIM))
+    tl.store(to_ptr + h, _stored(head[1], dtype), mask=turned)
+    tl.store(to_ptr + ROTARY // 2 + h, _stored(head[2], dtype), mask=turned)
 
 
 @triton.jit

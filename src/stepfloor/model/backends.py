@@ -24,7 +24,7 @@ REFERENCE = "torch reference"
 ONE_KERNEL = (
     "accept_drafts", "begin_rows", "commit_rows", "count_tokens", "draw_tokens", "embed", "gdn_prefill",
     "match_drafts", "mtp_fuse", "mtp_norm", "ngram_rows", "ple_mix", "process_logits", "qsa_attend", "qsa_prepare",
-    "qsa_select",
+    "qsa_select", "take_rows",
 )  # fmt: skip
 
 Single = PackedWeight | StreamedWeight | StreamedDown | StreamedMix | TiledExperts | TiledShared

@@ -260,6 +260,7 @@ class Model:
             layer_cache,
             shape,
             config.rms_norm_eps,
+            rows.settled,
         )
         selected = qsa_select(
             index_q, rows.slots, rows.first, layer_cache.block_keys, cache.page_table, shape.ratio, shape.topk

@@ -212,6 +212,11 @@ def mtp_fuse(tokens: int, hidden_size: int, streams: int) -> int:
     return tokens * (2 * streams + 1) * hidden_size * BF16_BYTES
 
 
+def take_rows(sequences: int, hidden_size: int, streams: int) -> int:
+    """A row's index, residual and mixed vector in, both out."""
+    return sequences * (INT64_BYTES + 2 * (streams + 1) * hidden_size * BF16_BYTES)
+
+
 def process_logits(rows: int, vocab_size: int) -> int:
     """bfloat16 logits in, float32 logits after temperature and filters out; bias and penalties not counted."""
     return rows * vocab_size * (BF16_BYTES + FP32_BYTES)
@@ -246,13 +251,14 @@ def stream_read(count: int) -> int:
 
 def begin_rows(sequences: int, spec_tokens: int, history: int) -> int:
     """The state of each slot in, the rows of the step out."""
-    return 2 * sequences * (spec_tokens + 1 + 3 + history) * INT64_BYTES
+    return sequences * (2 * (spec_tokens + 1 + 3 + history) + spec_tokens + 1) * INT64_BYTES
 
 
 def commit_rows(sequences: int, spec_tokens: int, history: int) -> int:
-    """Rows, emitted ids and the tokens before in; the new state, what follows each row and the report out."""
+    """Rows, emitted ids and the tokens before in; the new state, what follows each row, positions, the report out."""
     rows = spec_tokens + 1
-    return sequences * (2 * rows + history + 3 + history + 4 + rows + 1 + rows + 1) * INT64_BYTES
+    state = history + 4 + spec_tokens
+    return sequences * (2 * rows + history + 3 + state + rows + 1 + rows + rows + 1) * INT64_BYTES
 
 
 def _gdn_weights(conv_width: int, value_heads: int, value_dim: int, conv_kernel: int) -> int:

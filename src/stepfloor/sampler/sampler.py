@@ -157,20 +157,32 @@ class Sampler:
         """
         return self._draw(logits, slots, positions, TARGET)
 
-    def draft(self, logits: Tensor, slots: Tensor, positions: Tensor, earlier: Tensor) -> Tensor:
+    def draft(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        earlier: Sequence[Tensor],
+        table: Tensor | None = None,
+    ) -> Tensor:
         """Draw the next draft of each window, with the settings the target will judge it by.
 
         logits     bf16 or fp32 [B, V], the drafter's
         positions  int64 [B], index in the sequence of the token that is drafted; slots int64 [B]
-        earlier    int64 [B, j], the window's drafts so far
+        earlier    the windows' j drafts so far, int64 [B] each
+        table      int64 [slots, k], where to keep the tokens by slot too, in column j
         Returns tokens, int64 [B]. Where acceptance will ask for it (standard, not forced, some slot random), what draft
         j was drawn from is kept by slot. A token is -1 where logits were not finite: acceptance ends there, but an
         embedding must not be asked for it.
         """
-        if not self._keeps_q:
-            return self._draw(logits, slots, positions, TARGET if self._coupled else DRAFT, earlier)
-        self.prepare(self.stages)
-        return self._draw(logits, slots, positions, DRAFT, earlier, self.proposals)
+        proposals = None
+        if self._keeps_q:
+            self.prepare(self.stages)
+            proposals = self.proposals
+        # only penalties ask for them
+        before = torch.stack(tuple(earlier), 1) if earlier and "penalties" in self.stages else None
+        stream = TARGET if self._coupled else DRAFT
+        return self._draw(logits, slots, positions, stream, before, proposals, table, len(earlier))
 
     def accept(self, logits: Tensor, drafts: Tensor, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Judge each window of drafts.
@@ -226,12 +238,13 @@ class Sampler:
         stream: int,
         earlier: Tensor | None = None,
         proposals: Proposals | None = None,
+        table: Tensor | None = None,
+        column: int = 0,
     ) -> Tensor:
-        """Draw from each row; with proposals, keep what it was drawn from as that of the next draft."""
+        """Draw from each row; keep what it was drawn from in a column of proposals, and the token in the table's."""
         rows, stages = self._rows(logits, slots, earlier)
         seeds = self._seeds if "noise" in self.stages else None
-        column = 0 if earlier is None or proposals is None else earlier.shape[1]
-        return draw_tokens(rows, slots, positions, self._temperature, seeds, stream, stages, proposals, column)
+        return draw_tokens(rows, slots, positions, self._temperature, seeds, stream, stages, proposals, table, column)
 
     def _rows(self, logits: Tensor, slots: Tensor, earlier: Tensor | None) -> tuple[Tensor, Stages | None]:
         """Rows, and what they still need: raw ones and their stages, or, where filters apply, processed ones."""

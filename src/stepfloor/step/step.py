@@ -24,6 +24,7 @@ from stepfloor.cache.tensors import Rows, allocate
 from stepfloor.config import EngineConfig
 from stepfloor.kernels.begin_rows import SlotState, begin_rows
 from stepfloor.kernels.commit_rows import commit_rows
+from stepfloor.kernels.take_rows import take_rows
 from stepfloor.model.model import Model
 from stepfloor.request import Batch, Chunk, Join, TokenLogprob
 from stepfloor.sampler.sampler import Sampler, Stage
@@ -159,6 +160,7 @@ class Step:
             rejected=integers(slots),
             history=integers(slots, model.config.ngram_size - 1),
         )
+        self._nothing = integers(1)
         self._masks: Mapping[int, Tensor] = NO_MASKS
         self._wanted: dict[int, int] = {}
         self._logprobs: list[Report] = []
@@ -300,7 +302,9 @@ class Step:
             shifted = torch.cat((tokens[:, 1:], following[None]), 1)
             residual, hidden = model.draft(model.drafter, residual, shifted, rows, self.cache)
             if token is not None:
-                self._draft(slots, state.length[slots], residual[-1:], hidden[-1:], k)
+                state.drafts[slots] = -1
+                ahead = [state.length[slots] + j for j in range(k + 1)]
+                self._draft(slots, ahead, residual[-1:], hidden[-1:], k)
         return token
 
     def _decode(self, slots: Tensor, k: int, numbers: Sequence[int] = ()) -> Tensor:
@@ -310,19 +314,17 @@ class Step:
         Returns the report [B, k + 2]: emitted ids, then how many of them are accepted drafts.
         """
         model, state = self.model, self.state
-        tokens, first, pending, rejected, history = begin_rows(state, slots, k)
-        # a plain kernel, which starts when all before it has ended and lets nothing start earlier: what follows may
-        # read slots and pending at once (the gather of drafts is no kernel where there are no drafts)
-        positions = first + 1
-        drafts = state.drafts[slots, :k]
-        rows = Rows(tokens, slots, first, pending, rejected, history, chunk=False, settled=True)
+        begun = begin_rows(state, slots, k)
+        tokens, first, history = begun.tokens, begun.first, begun.history
+        # settled by `embed`, which starts in turn: nothing behind it starts before begin_rows has ended
+        rows = Rows(tokens, slots, first, begun.pending, begun.rejected, history, chunk=False, settled=True)
         residual, hidden = model.target(rows, self.cache)
         logits = model.logits(hidden).unflatten(0, tokens.shape)
         masked = self._masked(logits, numbers)
-        emitted, accepted = self.sampler.accept(masked, drafts, slots, positions)
+        emitted, accepted = self.sampler.accept(masked, begun.drafts, slots, begun.positions)
         self._note_logprobs(logits, emitted, numbers)
         self.sampler.commit(slots, emitted)
-        following, last, report = commit_rows(
+        following, last, ahead, report = commit_rows(
             emitted,
             accepted,
             tokens,
@@ -334,34 +336,36 @@ class Step:
             state.pending,
             state.rejected,
             state.history,
+            state.drafts,
             self.sampler.padding_slot,
         )
         if model.drafter is not None:
             residual, hidden = model.draft(model.drafter, residual, following, rows, self.cache)
-            self._draft(slots, positions + accepted, residual[last], hidden[last], k)
+            if k:
+                self._draft(slots, ahead.unbind(), *take_rows(residual, hidden, last), k)
         return report
 
-    def _draft(self, slots: Tensor, length: Tensor, residual: Tensor, hidden: Tensor, k: int) -> None:
-        """Propose k tokens after the newest one, whose positions are length [B]; a slot's other drafts become -1.
+    def _draft(self, slots: Tensor, ahead: Sequence[Tensor], residual: Tensor, hidden: Tensor, k: int) -> None:
+        """Propose k tokens after the newest one; ahead: its position, and those of the k, [B] each.
 
         residual [B, S D] and hidden [B, D] are the drafter's at the row before the newest token. Each further pass
         is one row, whose keys and values are provisional: the next step's first pass writes those positions again.
+        The slots' drafts are -1 before: a step that verifies more than this one proposes finds -1 behind them.
         """
         model, drafter = self.model, self.model.drafter
         if drafter is None:
             raise RuntimeError("drafting without a drafter")
-        nothing = torch.zeros_like(slots)
-        # a step that verifies more than this one proposes finds -1 behind them
-        drafts = slots.new_full((slots.shape[0], self.config.spec_tokens), -1)
+        nothing = self._nothing.expand_as(slots)
+        drafts: list[Tensor] = []
         for j in range(k):
             if j:
-                previous = drafts[:, j - 1 : j].clamp(min=0)
-                # a pass of one row without history: the drafter has no n-gram layer
-                rows = Rows(previous, slots, length + (j - 1), nothing, nothing, previous[:, :0], chunk=False)
+                previous = drafts[-1][:, None]
+                # A pass of one row without history: the drafter has no n-gram layer, which would read pending and
+                # rejected. Settled by the draw before it, which starts in turn.
+                rows = Rows(previous, slots, ahead[j - 1], nothing, nothing, previous[:, :0], chunk=False, settled=True)
                 residual, hidden = model.draft(drafter, residual, previous, rows, self.cache)
             logits = model.logits(hidden, drafter.head)
-            drafts[:, j] = self.sampler.draft(logits, slots, length + (1 + j), drafts[:, :j])
-        self.state.drafts[slots] = drafts
+            drafts.append(self.sampler.draft(logits, slots, ahead[j + 1], drafts, self.state.drafts))
 
     def _to_host(self, slots: tuple[int, ...], values: Tensor) -> Report:
         if not self.on_gpu:

@@ -28,7 +28,7 @@ KERNELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (ATTENTION, ("qsa_", "_piece", "_join", "_prepare", "_choose", "_score", "_dense", "_gather")),
     (ROUTING, ("moe_route", "_route")),
     (EMBEDDING, ("_embed", "_ngram", "_gate_kernel", "_convolve", "_keep")),
-    (DRAFTER, ("_mtp",)),
+    (DRAFTER, ("_mtp", "_take")),
 )
 
 # components of roofline.passes
