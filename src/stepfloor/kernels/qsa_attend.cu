@@ -137,7 +137,7 @@ struct Unit {
   }
 };
 
-// Requests one piece of keys or values: a warp has 8 / NUMBERS-th of its rows, lanes the 16-byte parts of a row.
+// Requests one piece of keys or values: a warp PIECE / WARPS of its rows from first_row on, a lane 16 bytes of each.
 DEVICE void request(u32 to, int pitch, const u8* from, int kv, u32 places, int first_row) {
   constexpr int PARTS = DIM * BYTES / 16, AT_ONCE = PARTS < 32 ? 32 / PARTS : 1;
   static_assert(PARTS <= 32, "a row of a head has more bytes than a warp copies at once");
