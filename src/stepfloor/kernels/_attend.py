@@ -70,7 +70,7 @@ class AttendPlan:
     def least_bytes(self) -> int:
         """All but what is received."""
         floats = (2 * PIECE // 8 + 2 * self.cluster) * self.queries
-        return self.piece_bytes + self.queries * (self.dim * 2 + 64 + PIECE * 2 + 16) + 16 + -(-floats // 4) * 16
+        return self.piece_bytes + -(-self.queries // 16) * 32 * (self.dim + PIECE) + 16 + -(-floats // 4) * 16
 
     @property
     def shared_bytes(self) -> int:

@@ -33,23 +33,21 @@ constexpr int PARTS = PIECE / 8;             // 8-position parts of a piece
 constexpr int NUMBERS = PARTS / SCORERS;     // of them, those that a warp scores
 constexpr int BYTES = FP8 ? 1 : 2;           // of a cached value
 // Rows lie so far apart that the lanes of a load meet every bank once.
-constexpr int QUERY_PITCH = DIM * 2 + 64;
 constexpr int KEY_PITCH = DIM * BYTES + (FP8 ? 32 : 64);
 constexpr int VALUE_PITCH = DIM * BYTES + 16;
-constexpr int WEIGHT_PITCH = PIECE * 2 + 16;
 constexpr int JOINED = (M + 7) / 8 * WARPS;             // 8 query heads' 32 dimensions each
 constexpr int OWN = (JOINED + CLUSTER - 1) / CLUSTER;   // of them, those that a block joins
 constexpr int TURNS = (OWN * 64 + THREADS - 1) / THREADS;  // of four dimensions a thread
 constexpr int RECEIVED = CLUSTER * OWN * 1024;
 constexpr int VALUES_AT = PIECE * KEY_PITCH;
 constexpr int QUERIES_AT = VALUES_AT + VALUE_SLOTS * PIECE * VALUE_PITCH;
-constexpr int WEIGHTS_AT = QUERIES_AT + M * QUERY_PITCH;
-constexpr int BARRIER_AT = WEIGHTS_AT + M * WEIGHT_PITCH;
+constexpr int WEIGHTS_AT = QUERIES_AT + TILES * DIM * 32;  // both as matrix steps take them: 16 bytes a lane
+constexpr int BARRIER_AT = WEIGHTS_AT + TILES * PIECE * 32;
 constexpr int FLOATS_AT = BARRIER_AT + 16;
 constexpr int FLOATS_END = FLOATS_AT + ((2 * PARTS + 2 * CLUSTER) * M * 4 + 15) / 16 * 16;
 constexpr int RECEIVED_AT = OVER ? 0 : FLOATS_END;
 static_assert(FLOATS_END + (OVER ? 0 : RECEIVED) == SHARED_BYTES && (!OVER || RECEIVED <= QUERIES_AT), "plan");
-static_assert(DIM % 32 == 0 && NUMBERS * SCORERS * 8 == PIECE && PIECE <= THREADS, "plan");
+static_assert(DIM % 32 == 0 && NUMBERS * SCORERS * 8 == PIECE && (NUMBERS == 1 || NUMBERS % 2 == 0) && PIECE <= THREADS, "plan");
 static_assert(M <= THREADS && PAGE % RATIO == 0, "plan");
 
 struct Arguments {
@@ -139,7 +137,7 @@ struct Unit {
   }
 };
 
-// Requests one piece of keys or values: a warp has 8 / NUMBERS-th of its rows, lanes the 16-byte parts of a row.
+// Requests one piece of keys or values: a warp PIECE / WARPS of its rows from first_row on, a lane 16 bytes of each.
 DEVICE void request(u32 to, int pitch, const u8* from, int kv, u32 places, int first_row) {
   constexpr int PARTS = DIM * BYTES / 16, AT_ONCE = PARTS < 32 ? 32 / PARTS : 1;
   static_assert(PARTS <= 32, "a row of a head has more bytes than a warp copies at once");
@@ -197,11 +195,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) qsa_attend_kernel(
     wait_for_predecessor();
     launch_dependents();  // not before: see moe_gate_up.cu
     if (rank < pieces) {
-      for (int i = threadIdx.x; i < unit.count * GROUP * (DIM / 8); i += THREADS) {
-        const int m = i / (DIM / 8), part = i % (DIM / 8);
-        copy16(queries + m * QUERY_PITCH + part * 16, a.q + (head + m / GROUP * HEADS + m % GROUP) * DIM + part * 8);
+      // A lane's 8 dimensions of 32 are operands of two steps, for queries and keys alike.
+#pragma unroll
+      for (int i = 0; i < TILES; i++) {
+        auto eight = [&](int m) {
+          m = min(m, unit.count * GROUP - 1);  // past the last query head it is repeated: nobody stores what comes of it
+          return load_global(a.q + (head + m / GROUP * HEADS + m % GROUP) * DIM + warp * 32 + t * 8);
+        };
+        const Words low = eight(i * 16 + g), high = eight(i * 16 + g + 8);
+        const u32 to = queries + ((i * WARPS + warp) * 64 + lane) * 16;
+        store_shared(to, {low.x, high.x, low.y, high.y});
+        store_shared(to + 512, {low.z, high.z, low.w, high.w});
       }
-      copies_commit();
     }
     next = next_unit(a, number + step, step);
 
@@ -214,22 +219,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) qsa_attend_kernel(
 #pragma unroll 1
     for (int piece = rank; piece < pieces; piece += CLUSTER) {
       const bool another = piece + CLUSTER < pieces;
-      if (piece == rank) {
-        copies_wait<0>();
-      } else {
-        copies_wait<1>();
-      }
+      copies_wait<1>();
       __syncthreads();  // keys are there
       if (another) places = places_of(piece + CLUSTER);
       float scores[NUMBERS][TILES][4] = {};
       if (warp < SCORERS) {
-#pragma unroll TILES > 2 ? 2 : 8  // registers
+#pragma unroll
         for (int s = 0; s < DIM / 32; s++) {
-          // a lane's 8 dimensions of 32 are operands of two steps, for queries and keys alike
           Words k[NUMBERS];
 #pragma unroll
           for (int n = 0; n < NUMBERS; n++) {
-            const u32 at = key_tile + ((n * SCORERS + warp) * 8 + g) * KEY_PITCH + (s * 32 + t * 8) * BYTES;
+            const u32 at = key_tile + ((warp * NUMBERS + n) * 8 + g) * KEY_PITCH + (s * 32 + t * 8) * BYTES;
             if constexpr (FP8) {
               const Pair codes = load_shared_pair(at);
               k[n] = {widen_pair(__byte_perm(codes.x, 0, 0x1000)), widen_pair(__byte_perm(codes.x, 0, 0x3020)),
@@ -240,14 +240,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) qsa_attend_kernel(
           }
 #pragma unroll
           for (int i = 0; i < TILES; i++) {
-            // past the last query head it is repeated: nobody stores what comes of it
-            const Words low = load_shared(queries + min(i * 16 + g, M - 1) * QUERY_PITCH + s * 64 + t * 16);
-            const Words high = load_shared(queries + min(i * 16 + g + 8, M - 1) * QUERY_PITCH + s * 64 + t * 16);
+            const u32 at = queries + ((i * WARPS + s) * 64 + lane) * 16;
+            const Words q = load_shared(at), then = load_shared(at + 512);
 #pragma unroll
-            for (int n = 0; n < NUMBERS; n++) {
-              matrix_step(scores[n][i], low.x, high.x, low.y, high.y, k[n].x, k[n].y);
-              matrix_step(scores[n][i], low.z, high.z, low.w, high.w, k[n].z, k[n].w);
-            }
+            for (int n = 0; n < NUMBERS; n++) matrix_step(scores[n][i], q.x, q.y, q.z, q.w, k[n].x, k[n].y);
+#pragma unroll
+            for (int n = 0; n < NUMBERS; n++) matrix_step(scores[n][i], then.x, then.y, then.z, then.w, k[n].z, k[n].w);
           }
         }
 #pragma unroll
@@ -258,14 +256,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) qsa_attend_kernel(
             const int kept = unit.kept_by(min(m, M - 1)) - piece * PIECE;
 #pragma unroll
             for (int n = 0; n < NUMBERS; n++) {
-              const int column = (n * SCORERS + warp) * 8 + 2 * t;
+              const int column = (warp * NUMBERS + n) * 8 + 2 * t;
               float* pair = scores[n][i] + 2 * half;
               pair[0] = column < kept ? pair[0] * a.scale : __uint_as_float(NONE);
               pair[1] = column + 1 < kept ? pair[1] * a.scale : __uint_as_float(NONE);
               float largest = fmaxf(pair[0], pair[1]);
               largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
               largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-              if (t == 0 && m < M) part_max[(n * SCORERS + warp) * M + m] = largest;
+              if (t == 0 && m < M) part_max[(warp * NUMBERS + n) * M + m] = largest;
             }
           }
         }
@@ -300,22 +298,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) qsa_attend_kernel(
       if (warp < SCORERS) {
 #pragma unroll
         for (int i = 0; i < TILES; i++) {
+          u32 pair[NUMBERS][2];
 #pragma unroll
           for (int half = 0; half < 2; half++) {
             const int m = i * 16 + half * 8 + g;
             const float from = finite(most[i][half]);
 #pragma unroll
             for (int n = 0; n < NUMBERS; n++) {
-              const int number = n * SCORERS + warp;
               const float low = power_of_two(scores[n][i][2 * half] - from), high = power_of_two(scores[n][i][2 * half + 1] - from);
               float sum = low + high;
               sum += __shfl_xor_sync(~0u, sum, 1);
               sum += __shfl_xor_sync(~0u, sum, 2);
-              if (m < M) {
-                store_shared_word(weights + m * WEIGHT_PITCH + (number * 8 + 2 * t) * 2, to_pair(low, high));
-                if (t == 0) part_sum[number * M + m] = sum;
-              }
+              if (t == 0 && m < M) part_sum[(warp * NUMBERS + n) * M + m] = sum;
+              pair[n][half] = to_pair(low, high);
             }
+          }
+          // of a step's 16 positions, the lower half first
+          const u32 to = weights + (i * (PIECE / 16) * 32 + lane) * 16;
+          if constexpr (NUMBERS % 2 == 0) {
+#pragma unroll
+            for (int n = 0; n < NUMBERS; n += 2)
+              store_shared(to + (warp * NUMBERS + n) / 2 * 512, {pair[n][0], pair[n][1], pair[n + 1][0], pair[n + 1][1]});
+          } else {
+            store_shared_pair(to + warp / 2 * 512 + warp % 2 * 8, {pair[0][0], pair[0][1]});
           }
         }
       }
@@ -359,12 +364,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) qsa_attend_kernel(
         }
 #pragma unroll
         for (int i = 0; i < TILES; i++) {
-          const u32 low = weights + min(i * 16 + g, M - 1) * WEIGHT_PITCH + (s * 16 + 2 * t) * 2;
-          const u32 high = weights + min(i * 16 + g + 8, M - 1) * WEIGHT_PITCH + (s * 16 + 2 * t) * 2;
-          const u32 a0 = load_shared_word(low), a1 = load_shared_word(high);
-          const u32 a2 = load_shared_word(low + 16), a3 = load_shared_word(high + 16);
+          const Words p = load_shared(weights + ((i * (PIECE / 16) + s) * 32 + lane) * 16);
 #pragma unroll
-          for (int j = 0; j < 4; j++) matrix_step(sums[i][j], a0, a1, a2, a3, v[0][j], v[1][j]);
+          for (int j = 0; j < 4; j++) matrix_step(sums[i][j], p.x, p.y, p.z, p.w, v[0][j], v[1][j]);
         }
       }
       if (VALUE_SLOTS > 1) {

@@ -323,6 +323,10 @@ inline void store_shared(u32 address, const Words& v) {
   check_shared(address, 16);
   *(Words*)(block_shared + address) = v;
 }
+inline void store_shared_pair(u32 address, const Pair& v) {
+  check_shared(address, 8);
+  *(Pair*)(block_shared + address) = v;
+}
 inline void store_shared_word(u32 address, u32 v) {
   check_shared(address, 4);
   *(u32*)(block_shared + address) = v;

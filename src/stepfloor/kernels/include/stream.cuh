@@ -215,6 +215,10 @@ DEVICE void store_shared(u32 address, const Words& v) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
+DEVICE void store_shared_pair(u32 address, const Pair& v) {
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(v.x), "r"(v.y) : "memory");
+}
+
 DEVICE void store_shared_word(u32 address, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory"); }
 
 DEVICE void store_global(void* pointer, const Words& v) {
