@@ -245,7 +245,7 @@ class Layers:
         """By the operator's own choice, by a plan, or in two kernels."""
         operands = (q, gate, selected, self.slots, self.first, cache.keys, cache.values, cache.page_table)
         if plan is not None:
-            return attend_rows(plan, *operands)
+            return attend_rows(plan, *operands, SHAPE.ratio)
         return (qsa_attend_triton if two else qsa_attend)(*operands, SHAPE.ratio)
 
     def all(self, cache: SparseCache, plan: AttendPlan | None = None, two: bool = False) -> Tensor:

@@ -523,7 +523,7 @@ def test_sparse_attention(
         )
     operator = sparse_attention.qsa_attend
     monkeypatch.setattr(sparse_attention, "qsa_attend_triton", operator)
-    monkeypatch.setattr(sparse_attention, "attend_rows", lambda plan, *given: operator(*given, plan.ratio))
+    monkeypatch.setattr(sparse_attention, "attend_rows", lambda plan, *given: operator(*given))
     monkeypatch.setattr(sparse_attention, "shared_limit", lambda device: 227 * 1024)
     output = tmp_path / "attention.json"
     assert run("benchmarks.sparse_attention", "--rounds", "2", "--json", str(output)) == 0

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stepfloor.kernels._attend import AttendPlan, choose_attend, pack_attend
 from stepfloor.kernels._jit import compile_cuda
-from stepfloor.kernels.qsa_attend import kept_positions, qsa_attend_inputs
+from stepfloor.kernels.qsa_attend import qsa_attend_inputs
 from tests.kernels.compare import assert_same
 from tests.kernels.lanes import build, needs_compiler
 from tests.kernels.sparse_layer import assert_attended
@@ -28,8 +28,9 @@ extern "C" int run(const Arguments* a, const u64* ranges, int count, int blocks,
   return run_grid(blocks, CLUSTER, THREADS, shared_bytes, [=] { qsa_attend_kernel(*a); });
 }
 """
-# a budget of 80 tokens: a piece and a quarter
-SMALL = AttendPlan(heads=6, kv_heads=2, dim=64, ratio=4, topk=20, page=16, fp8=False, tile=4, cluster=2)
+LEFT = 1000.0  # far from any result
+# rows up to position 242 keep everything: four pieces of two blocks
+SMALL = AttendPlan(heads=6, kv_heads=2, dim=64, ratio=4, topk=60, page=16, fp8=False, tile=4, cluster=2)
 MANY = AttendPlan(heads=12, kv_heads=1, dim=64, ratio=4, topk=40, page=16, fp8=False, tile=4, cluster=3)
 WIDE = AttendPlan(heads=4, kv_heads=1, dim=64, ratio=4, topk=40, page=16, fp8=False, tile=2, cluster=3, value_slots=2)
 
@@ -43,10 +44,11 @@ FP8 = replace(SMALL, fp8=True)
     [
         (SMALL, 4, 0),  # first rows of a text
         (FP8, 3, 63),  # a row opens the second piece
-        (SMALL, 4, 81),  # some rows of one sequence keep everything, those of the other no more
-        (SMALL, 5, 150),  # all rows select; rows of two tiles
+        (SMALL, 4, 241),  # two rows of one sequence keep everything, all of the other
+        (SMALL, 5, 170),  # rows of two tiles
+        (SMALL, 2, 300),  # nobody keeps everything
         (WIDE, 2, 150),
-        (replace(WIDE, fp8=True), 1, 170),
+        (replace(WIDE, fp8=True), 1, 155),
         (MANY, 4, 140),  # more query heads than two tiles of the matrix unit
     ],
     ids=str,
@@ -55,18 +57,21 @@ def test_kernel_on_the_host(plan: AttendPlan, rows: int, context: int, tmp_path:
     """At the exact result; the same bits from every plan and number of clusters, and for each row alone."""
     inputs = inputs_for(plan, 2, rows, context)
     ours = run(plan, inputs, tmp_path, clusters=3)
-    assert_attended(ours, inputs | {"ratio": plan.ratio}, list(range(rows)))
+    for b in range(2):
+        keeping = [r for r in range(rows) if (int(inputs["first"][b]) + r + 1) // plan.ratio <= plan.topk]
+        assert_attended(ours[b : b + 1], one(inputs, b, slice(rows)) | {"ratio": plan.ratio}, keeping)
+        assert bool((ours[b, len(keeping) :] == LEFT).all())
     assert_same(run(replace(plan, tile=2, value_slots=3 - plan.value_slots), inputs, tmp_path, clusters=1), ours)
     for b, r in ((0, 0), (1, rows - 1)):
-        part = {name: inputs[name][b : b + 1, r : r + 1].contiguous() for name in ("q", "gate", "selected")}
-        part |= {"slots": inputs["slots"][b : b + 1], "first": inputs["first"][b : b + 1] + r}
-        assert_same(run(replace(plan, tile=1), {**inputs, **part}, tmp_path, clusters=2)[0, 0], ours[b, r])
+        alone = one(inputs, b, slice(r, r + 1))
+        alone["first"] = alone["first"] + r
+        assert_same(run(replace(plan, tile=1), alone, tmp_path, clusters=2)[0, 0], ours[b, r])
 
 
 @needs_compiler
 def test_what_is_received_may_lie_over_the_pieces(tmp_path: Path) -> None:
     """The same bits, over several units of a cluster."""
-    inputs = inputs_for(SMALL, 2, 4, 81)
+    inputs = inputs_for(SMALL, 2, 4, 150)
     wanted = run(SMALL, inputs, tmp_path, clusters=1)
     over = replace(SMALL, over=True)
     assert_same(run(over, inputs, tmp_path, clusters=1), wanted)
@@ -77,9 +82,9 @@ def test_what_is_received_may_lie_over_the_pieces(tmp_path: Path) -> None:
 def test_only_kept_positions_are_read(tmp_path: Path) -> None:
     """NaN in other positions, other pages and page 0 reaches no result: zero times NaN is NaN."""
     inputs = inputs_for(SMALL, 1, 2, 130)
-    wanted = run(SMALL, inputs, tmp_path, clusters=4)
+    wanted = run(SMALL, inputs, tmp_path, clusters=2)
     page, table = inputs["keys"].shape[1], inputs["page_table"][1]
-    keep = torch.cat([kept_positions(inputs["selected"][0, r], 130 + r, 4) for r in range(2)]).unique()
+    keep = torch.arange(132)
     for name in ("keys", "values"):
         poisoned = torch.full_like(inputs[name], torch.nan)
         poisoned[table[keep // page], keep % page] = inputs[name][table[keep // page], keep % page]
@@ -129,12 +134,19 @@ def inputs_for(plan: AttendPlan, sequences: int, rows: int, context: int) -> dic
     return inputs
 
 
+def one(inputs: dict[str, Any], b: int, rows: slice) -> dict[str, Any]:
+    """Some rows of one sequence."""
+    part = {name: inputs[name][b : b + 1, rows].contiguous() for name in ("q", "gate", "selected")}
+    return {**inputs, **part, "slots": inputs["slots"][b : b + 1], "first": inputs["first"][b : b + 1]}
+
+
 def run(plan: AttendPlan, inputs: dict[str, Any], directory: Path, clusters: int) -> Tensor:
-    """The kernel's output, which is NaN before."""
+    """The kernel's output, LEFT where it writes nothing."""
     assert plan.fits(227 * 1024)
-    out = torch.full_like(inputs["gate"], torch.nan)
-    packed = pack_attend(**inputs, out=out)
-    tensors = list(inputs.values())
+    out = torch.full_like(inputs["gate"], LEFT)
+    read = {name: tensor for name, tensor in inputs.items() if name != "selected"}
+    packed = pack_attend(**read, out=out)
+    tensors = list(read.values())
     ranges = [number for t in tensors for number in (t.data_ptr(), t.numel() * t.element_size())]
     flat = (ctypes.c_uint64 * len(ranges))(*ranges)
     library = build("qsa_attend", ENTRY, plan.macros(), directory, ("-ffp-contract=off",))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from stepfloor.kernels import qsa_attend as qsa_attend_module
 from stepfloor.kernels.qsa_attend import (
     kept_positions,
     qsa_attend,
@@ -322,6 +323,26 @@ def test_only_kept_positions_are_read(rows: int) -> None:
     assert_same(qsa_attend_triton(**inputs), wanted)
 
 
+@pytest.mark.parametrize("programs", [5, 1000])
+def test_rows_that_select_are_attended_alone(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others are left as they are; a program goes through several pieces, and none where nobody selects."""
+    monkeypatch.setattr(qsa_attend_module, "PROGRAMS", programs)
+    inputs = attend_inputs(2, 3, 21, replace(ODD, topk=5), BF16, BF16)
+    inputs["first"] = inputs["first"] - torch.tensor(
+        [0, 9], device=DEVICE
+    )  # rows 0 to 2 are at 21 to 23, and at 12 to 14
+    wanted = qsa_attend_triton(**inputs, piece=16)
+    left = torch.full_like(wanted, torch.nan)
+    selecting = (inputs["first"][:, None] + torch.arange(3, device=DEVICE) + 1) // 4 > 5
+    assert selecting.tolist() == [[False, False, True], [False, False, False]]
+    ours = qsa_attend_triton(**inputs, piece=16, selecting=left)
+    assert ours is left
+    assert_same(ours[selecting], wanted[selecting])
+    assert bool(ours[~selecting].isnan().all())
+    short = {**inputs, "first": inputs["first"] - 5}
+    assert bool(qsa_attend_triton(**short, piece=16, selecting=torch.full_like(wanted, torch.nan)).isnan().all())
+
+
 @pytest.mark.filterwarnings("ignore:invalid value")  # the padding row's
 def test_an_attending_rows_bits_are_its_own() -> None:
     """Beside other rows, beside a padding row at the scratch slot whose page holds NaN, and alone."""
@@ -375,9 +396,12 @@ def compiled_cases(dtype: str, kv: str, shape: SparseShape, names: str) -> list[
         cases.append(Case(f"{room}select", "_score_kernel", score, constants))
     attend = pointers("keys_ptr values_ptr", kv) | {"q_ptr": dtype, "selected_ptr": "*i64"} | where
     attend |= pointers("rows pages", "i32") | {"scale": "fp32"}
+    pieces = pointers("count pieces", "i32")
     tile = {"TOPK": s.topk, "BLOCK_H": 16, "BLOCK_D": block_d}
-    piece = attend | pointers("partial_ptr largest_ptr sum_ptr", "*fp32")
-    cases.append(Case(f"{room}attend", "_piece_kernel", piece, heads | tile | {"PIECE": 64}))
+    piece = attend | pieces | pointers("partial_ptr largest_ptr sum_ptr", "*fp32")
+    for selecting in (False, True):
+        constants = {"PIECE": 64, "SELECTING": selecting, "BLOCK_B": 16}
+        cases.append(Case(f"{room}attend", "_piece_kernel", piece, heads | tile | constants))
     chunk = attend | pointers("gate_ptr output_ptr", dtype)
     tile |= {"TILE_ROWS": 1 if narrow else 8, "BLOCK_N": 16 if narrow else 64}
     cases.append(Case(f"{room}attend", "_dense_kernel", chunk, heads | tile, 4 if narrow else 8))
@@ -397,8 +421,21 @@ def test_kernels_compile() -> None:
         constants |= {"PIECES": pieces, "BLOCK_FINAL": 8192 if pieces > 1 else 512, "PDL": True}
         cases.append(Case("stepfloor.kernels.qsa_select", "_choose_kernel", choose, constants, 16))
     join = pointers("partial_ptr largest_ptr sum_ptr", "*fp32") | pointers("gate_ptr output_ptr", "*bf16")
-    constants = {"HEADS": 24, "DIM": 256, "PIECES": 33, "JOINED": 16, "BLOCK_P": 64, "BLOCK_D": 256, "PDL": True}
-    cases.append(Case("stepfloor.kernels.qsa_attend", "_join_kernel", join, constants))
+    join |= {"first_ptr": "*i64", "rows": "i32"}
+    constants = {
+        "SELECTING": True,
+        "RATIO": 4,
+        "TOPK": 512,
+        "HEADS": 24,
+        "DIM": 256,
+        "PIECES": 33,
+        "JOINED": 16,
+        "BLOCK_P": 64,
+        "BLOCK_D": 256,
+        "PDL": True,
+    }
+    for selecting in (False, True):
+        cases.append(Case("stepfloor.kernels.qsa_attend", "_join_kernel", join, {**constants, "SELECTING": selecting}))
     assert_compiles(cases)
 
 

@@ -1,4 +1,4 @@
-"""`qsa_attend.cu`, sparse attention of a decode step in one kernel: its plan and its launch.
+"""`qsa_attend.cu`, attention of a decode step's rows that keep all their positions: its plan and its launch.
 
 Source: qsa_attend.py, which has the operator and its reference.
 """
@@ -26,7 +26,8 @@ TILES = (4, 2, 1)
 class AttendPlan:
     """A specialisation of `qsa_attend.cu`, whose macros have these names. `cluster` alone decides the bits of a row.
 
-    dim    values of a head; ratio, topk  positions of a block, blocks that a row selects; page  positions of a page
+    dim    values of a head; page  positions of a page
+    ratio, topk  positions of a block, blocks that a row may keep without selecting
     fp8    whether keys and values are E4M3
     tile   most rows of a sequence that share what they read
     value_slots  pieces of values in shared memory
@@ -88,7 +89,6 @@ class AttendPlan:
         return (
             self.heads % self.kv_heads == 0
             and self.dim in (64, 128, 256)
-            and self.page % self.ratio == 0
             and self.tile * group <= self.threads
             and (not self.over or self.received_bytes <= self.piece_bytes)
             and self.shared_bytes <= shared_limit
@@ -133,7 +133,7 @@ def choose_attend(q: Tensor, keys: Tensor, ratio: int, topk: int, shared_limit: 
 def attend_launch(
     plan: AttendPlan, units: int, device: torch.device, cache_dir: Path, dependent: bool = True
 ) -> Launch:
-    """The compiled kernel, once a process; units  key heads times rows. The first call loads it."""
+    """The compiled kernel, once a process; units  that there are. The first call loads it."""
     cubin = compile_cuda("qsa_attend.cu", plan.macros(), device_arch(device), cache_dir)
 
     def launch(clusters: int) -> Launch:
@@ -155,7 +155,6 @@ def attend_launch(
 def pack_attend(
     q: Tensor,
     gate: Tensor,
-    selected: Tensor,
     slots: Tensor,
     first: Tensor,
     keys: Tensor,
@@ -164,8 +163,8 @@ def pack_attend(
     out: Tensor,
 ) -> bytes:
     """struct Arguments of `qsa_attend.cu`."""
-    tensors = (q, gate, selected, slots, first, keys, values, page_table, out)
+    tensors = (q, gate, slots, first, keys, values, page_table, out)
     sizes = (q.shape[0], q.shape[1], page_table.shape[1])
     return struct.pack(
-        "9P3if", *(tensor.data_ptr() for tensor in tensors), *sizes, math.log2(math.e) * q.shape[3] ** -0.5
+        "8P3if", *(tensor.data_ptr() for tensor in tensors), *sizes, math.log2(math.e) * q.shape[3] ** -0.5
     )

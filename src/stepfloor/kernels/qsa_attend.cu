@@ -1,11 +1,10 @@
-// Sparse attention of a decode step: rows of a sequence over the positions they keep, with the output gate, in one kernel.
+// Attention of a decode step's rows that keep all their positions, with the output gate. Rows that select are left alone.
 // Source: qsa_attend.py, which has the operator; _attend.py states the plan that the macros below repeat.
 //
-// A unit is one key head of one row, or of TILE rows of a sequence that keep all their positions: those share what they read. A
-// cluster has a unit, its blocks every CLUSTER-th piece of 64 kept positions. At the end each block sends its sums to
-// those who join them, in the order of blocks: a block joins 32 dimensions of some query heads. Pieces and their order
-// follow from a row's own position, and a piece in which a row keeps nothing changes none of its bits, so a row has the
-// same ones alone and beside others.
+// A unit is one key head of up to TILE rows of a sequence, which share what they read. A cluster has a unit, its blocks every
+// CLUSTER-th piece of 64 positions. At the end each block sends its sums to those who join them, in the order of
+// blocks: a block joins 32 dimensions of some query heads. Pieces and their order follow from a row's own position,
+// and a piece in which a row keeps nothing changes none of its bits, so a row has the same ones alone and beside others.
 //
 // In a block a warp has 8 or 16 of a piece's positions for the scores, and 32 of the dimensions for the values. A first piece
 // of earlier steps' keys and values is requested before the kernels before this one have ended.
@@ -15,7 +14,7 @@
 
 // HEADS, KV_HEADS  query heads and key heads of a row
 // DIM              values of a head
-// RATIO, TOPK      positions of a block; blocks that a row selects
+// RATIO, TOPK      positions of a block; blocks that a row may keep without selecting
 // PAGE             positions of a page
 // FP8              whether keys and values are E4M3
 // TILE             most rows of a unit
@@ -48,12 +47,11 @@ constexpr int FLOATS_END = FLOATS_AT + ((2 * PARTS + 2 * CLUSTER) * M * 4 + 15) 
 constexpr int RECEIVED_AT = OVER ? 0 : FLOATS_END;
 static_assert(FLOATS_END + (OVER ? 0 : RECEIVED) == SHARED_BYTES && (!OVER || RECEIVED <= QUERIES_AT), "plan");
 static_assert(DIM % 32 == 0 && NUMBERS * SCORERS * 8 == PIECE && (NUMBERS == 1 || NUMBERS % 2 == 0) && PIECE <= THREADS, "plan");
-static_assert(M <= THREADS && PAGE % RATIO == 0, "plan");
+static_assert(M <= THREADS, "plan");
 
 struct Arguments {
   const u16* q;     // [sequence][row][HEADS][DIM]
   const u16* gate;  // as q
-  const long long* selected;  // [sequence][row][TOPK]
   const long long* slots;
   const long long* first;
   const u8* keys;  // [page][PAGE][KV_HEADS][DIM]
@@ -74,51 +72,23 @@ DEVICE u32 widen_pair(u32 codes) {
   return multiply_pair(mask_or(codes >> 4, 0x07f007f0u, codes & 0x80008000u), E4M3_POWER);
 }
 
-DEVICE int last_of_tile(const Arguments& a, int row) { return min(row / TILE * TILE + TILE, a.rows) - 1; }
-DEVICE bool keeps_all(int begin, int row) { return (begin + row + 1) / RATIO <= TOPK; }
-
-// The next number from this one on, in steps, that is a unit: rows that keep everything go with the first of their tile.
-DEVICE int next_unit(const Arguments& a, int number, int step) {
-  const int per_row = a.sequences * KV_HEADS, numbers = per_row * a.rows;
-  while (number < numbers && number / per_row % TILE != 0) {
-    const int mine = number + threadIdx.x % 32 * step, row = mine / per_row;
-    bool found = mine < numbers;
-    if (found && row % TILE != 0) {
-      found = !keeps_all((int)load_global_u64(a.first + mine % per_row / KV_HEADS), last_of_tile(a, row));
-    }
-    const u32 all = warp_ballot(found);
-    if (all != 0) return number + (__ffs(all) - 1) * step;
-    number += 32 * step;
-  }
-  return number;
-}
-
 // What a unit attends to.
 struct Unit {
-  int sequence, kv, row, count;  // rows row ... row + count - 1
-  int kept;                      // positions that the last of them keeps
-  bool all;                      // whether they keep every position
+  int sequence, kv, row, count;  // rows row ... row + count - 1, which keep all positions up to their own; none if 0
   int before;                    // positions that earlier steps wrote
-  const long long* selected;     // of the row, if it does not
+  int kept;                      // positions that the last row keeps
   const long long* page_table;   // of the sequence
-  int inside, complete;          // positions in selected blocks; first position behind complete blocks
 
-  // The unit of a key head and a row, which is the first of its tile or keeps not everything.
   DEVICE Unit(const Arguments& a, int number) {
-    const int per_row = a.sequences * KV_HEADS;
-    row = number / per_row;
-    sequence = number % per_row / KV_HEADS;
+    const int of_tile = a.sequences * KV_HEADS;
+    row = number / of_tile * TILE;
+    sequence = number % of_tile / KV_HEADS;
     kv = number % KV_HEADS;
     before = (int)load_global_u64(a.first + sequence);
-    const int slot = (int)load_global_u64(a.slots + sequence), last = last_of_tile(a, row);
-    page_table = a.page_table + (u64)slot * a.pages;
-    all = keeps_all(before, last);
-    count = all ? last - row + 1 : 1;
-    const int position = before + row + count - 1;
-    complete = (position + 1) / RATIO * RATIO;
-    inside = min(complete, TOPK * RATIO);
-    kept = inside + position + 1 - complete;
-    selected = a.selected + (u64)(sequence * a.rows + row) * TOPK;
+    page_table = a.page_table + load_global_u64(a.slots + sequence) * a.pages;
+    const int fewer = (TOPK + 1) * RATIO - 1;  // the first position that has more than TOPK complete blocks
+    count = max(0, min(min(TILE, a.rows - row), fewer - before - row));
+    kept = before + row + count;
   }
 
   // How many positions query head m keeps.
@@ -127,13 +97,10 @@ struct Unit {
     return of < count ? kept - (count - 1 - of) : 0;
   }
 
-  // Where kept position j lies in the cache; past the last one, where that lies.
+  // Where position j lies in the cache; past the last one, where that lies.
   DEVICE u32 place(const Arguments& a, int j) const {
     j = min(j, kept - 1);
-    int at = j;
-    if (!all) at = j < inside ? (int)load_global_u64(selected + j / RATIO) * RATIO + j % RATIO : complete + j - inside;
-    const int page = min(at / PAGE, a.pages - 1);
-    return (u32)load_global_u64(page_table + page) * PAGE + at % PAGE;
+    return (u32)load_global_u64(page_table + min(j / PAGE, a.pages - 1)) * PAGE + j % PAGE;
   }
 };
 
@@ -161,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) qsa_attend_kernel(
   float* const all_max = part_sum + PARTS * M;  // [block of the cluster][M]
   float* const all_sum = all_max + CLUSTER * M;
   constexpr int OWN_ROWS = PIECE / WARPS;
-  const int step = gridDim.x / CLUSTER, numbers = a.sequences * KV_HEADS * a.rows;
+  const int units = a.sequences * KV_HEADS * ((a.rows + TILE - 1) / TILE), step = gridDim.x / CLUSTER;
   u32 expected = CLUSTER * M * 8;  // bytes that this block receives for a unit
   for (int part = rank; part < JOINED; part += CLUSTER) expected += CLUSTER * min(8, M - part / WARPS * 8) * 128;
   int parity = 0;
@@ -173,9 +140,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) qsa_attend_kernel(
   }
   cluster_arrive_at_once();
 #pragma unroll 1
-  for (int next, number = next_unit(a, blockIdx.x / CLUSTER, step); number < numbers; number = next) {
+  for (int number = blockIdx.x / CLUSTER; number < units; number += step) {
     const Unit unit(a, number);
-    if (!unit.all) wait_for_predecessor();  // who selects
+    if (unit.count == 0) continue;
     const int pieces = (unit.kept + PIECE - 1) / PIECE;
     const u64 head = ((u64)unit.sequence * a.rows + unit.row) * HEADS + unit.kv * GROUP;  // of the first row
 
@@ -208,7 +175,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) qsa_attend_kernel(
         store_shared(to + 512, {low.z, high.z, low.w, high.w});
       }
     }
-    next = next_unit(a, number + step, step);
 
     float sums[TILES][4][4] = {};  // of dimensions 32 warp + 8 t + 4 half + i: [tile][i], two rows of two halves
     float most[TILES][2], fade[TILES][2];  // of the same rows: the largest score so far, what sums so far are worth
@@ -452,11 +418,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) qsa_attend_kernel(
       }
       *(u64*)(a.out + place_of(turn)) = (u64)pair[1] << 32 | pair[0];
     }
-    if (next < numbers) {
+    if (number + step < units) {
       if (threadIdx.x == 0) barrier_expect(arrived, expected);
       cluster_sync();  // the others may send again
       parity ^= 1;
     }
   }
+  wait_for_predecessor();  // who had nothing to do too: the next kernel relies on this one for those before it
   if (!met) cluster_wait();
 }

@@ -5,13 +5,13 @@
 
 Source: transformers 5.24, Qwen4ExpTextAttention.forward with eager_attention_forward.
 
-On a GPU a decode step in bf16 takes one kernel (`qsa_attend.cu`): a cluster of blocks a key head, whose rows share
-what they read as long as they keep everything. What that refuses, other types and devices, takes two: 64 kept
-positions of one row and key head per program, with all query heads that share the key head; then the pieces of a row
-are joined in their order and gated. In either, pieces and their order follow from the row's own position, so its bits
-depend on nothing else. Rows of a prompt chunk (more than MOST_DECODE_ROWS) go over all their positions in one program:
-eight rows together as long as they keep everything, later row by row, which gathers what each selected. Their sums
-have another order than a decode step's.
+On a GPU a decode step in bf16 takes one kernel (`qsa_attend.cu`) for rows that keep all their positions: a cluster of
+blocks a key head, whose rows share what they read. Rows that select take two: 64 kept positions of one row and key head
+at a time, with all query heads that share the key head; then the pieces of a row are joined in their order and gated.
+All rows do where the first kernel cannot be built. Whatever a row takes follows from its own position, pieces and their
+order too, so its bits depend on nothing else. Rows of a prompt chunk (more than MOST_DECODE_ROWS) go over all their
+positions in one program: eight rows together as long as they keep everything, later row by row, which gathers what each
+selected. Their sums have another order than a decode step's.
 
 The reference rounds p, relative to the whole row's softmax. A kernel rounds a piece's exp(s - max of the piece) and
 divides later: each weight is rounded once as well, by at most 2**-8 of itself in bf16, but elsewhere. So a kernel is as
@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 MOST_DECODE_ROWS = 16
 JOINED = 16  # pieces that are joined at a time
+PROGRAMS = 396  # that work on the pieces of rows that select, three a multiprocessor of an H200
 
 
 def qsa_attend_reference(
@@ -102,10 +103,10 @@ def qsa_attend(
     slots, first  [B] int64; first is the position of each sequence's first row
     keys, values  [pages, P, KV heads, head_dim], in the dtype of q or float8_e4m3fn; page_table [slots, pages] int64
     ratio         tokens per block
-    Returns [B, R, H * head_dim] in the dtype of q. On a GPU, what comes before the kernel before this one has to be
-    there when that one lets this one start: the caches, q, first and slots are read then. qsa_select, which writes
-    `selected`, sees to it. The first call of a shape loads its kernel, which a graph capture must not do. Raises
-    ValueError if the shapes disagree.
+    Returns [B, R, H * head_dim] in the dtype of q. On a GPU slots, first, the page table and what earlier steps left in the
+    cache are read as soon as the kernel before lets this one start: whatever wrote them has to have ended then. In a layer
+    it has, since the product before qsa_prepare waits before it lets anything start. The first call of a shape loads its
+    kernel, which a graph capture must not do. Raises ValueError if the shapes disagree.
     """
     if q.ndim != 4 or selected.shape[:2] != q.shape[:2] or gate.shape != (*q.shape[:2], q.shape[2] * q.shape[3]):
         raise ValueError(
@@ -118,12 +119,19 @@ def qsa_attend(
         )
     operands = (q, gate, selected, slots, first, keys, values, page_table)
     if q.is_cuda and q.shape[1] <= MOST_DECODE_ROWS:
-        plan = choose_attend(q, keys, ratio, selected.shape[2], shared_limit(q.device))
-        if _why_not_cuda(plan, q.device, _as_the_kernel_reads(*operands)) is None and plan is not None:
-            return attend_rows(plan, *operands)
+        topk = selected.shape[2]
+        plan = choose_attend(q, keys, ratio, topk, shared_limit(q.device))
+        reason = _why_not_cuda(plan, q.device, _as_the_kernel_reads(*operands))
+        if plan is not None and reason is None and (runs_triton(q) or not _may_select(page_table, keys, ratio, topk)):
+            return attend_rows(plan, *operands, ratio)
     if runs_triton(q):
         return qsa_attend_triton(*operands, ratio)
     return qsa_attend_reference(*operands, ratio)
+
+
+def _may_select(page_table: Tensor, keys: Tensor, ratio: int, topk: int) -> bool:
+    """Whether there is room for texts of which a row cannot keep everything."""
+    return page_table.shape[1] * keys.shape[1] // ratio > topk
 
 
 def attend_rows(
@@ -136,13 +144,17 @@ def attend_rows(
     keys: Tensor,
     values: Tensor,
     page_table: Tensor,
+    ratio: int,
 ) -> Tensor:
-    """Queue the CUDA kernel of a decode step."""
-    q, gate, selected = readable(q), readable(gate), selected.contiguous()
-    out = torch.empty_like(gate)
-    launch = attend_launch(plan, q.shape[0] * q.shape[1] * plan.kv_heads, q.device, default_cache_dir())
-    launch(pack_attend(q, gate, selected, slots, first, keys, values, page_table, out))
-    return out
+    """Queue the kernel of rows that keep everything, and where there may be others, theirs."""
+    q, gate = readable(q), readable(gate)
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    units = q.shape[0] * -(-q.shape[1] // plan.tile) * plan.kv_heads
+    launch = attend_launch(plan, units, q.device, default_cache_dir())
+    launch(pack_attend(q, gate, slots, first, keys, values, page_table, out))
+    if not _may_select(page_table, keys, ratio, selected.shape[2]):
+        return out
+    return qsa_attend_triton(q, gate, selected, slots, first, keys, values, page_table, ratio, selecting=out)
 
 
 def _as_the_kernel_reads(
@@ -194,8 +206,13 @@ def qsa_attend_triton(
     ratio: int,
     *,
     piece: int = PIECE,
+    selecting: Tensor | None = None,
 ) -> Tensor:
-    """Two launches; see qsa_attend. `piece` decides the bits of a decode step's rows."""
+    """Two launches; see qsa_attend.
+
+    piece      positions; decides the bits of a decode step's rows
+    selecting  the output, if only rows that select are wanted: others are left as they are
+    """
     q, gate, selected = q.contiguous(), gate.contiguous(), selected.contiguous()
     keys, values, page_table = keys.contiguous(), values.contiguous(), page_table.contiguous()
     if q.shape[1] > MOST_DECODE_ROWS:
@@ -208,9 +225,10 @@ def qsa_attend_triton(
     partial = torch.empty((b * r, pieces, heads, dim), dtype=torch.float32, device=q.device)
     # largest score and sum of weights of each piece, piece by piece for each head
     sums = torch.empty((2, b * r, heads, pieces), dtype=torch.float32, device=q.device)
-    output = torch.empty((b, r, heads * dim), dtype=q.dtype, device=q.device)
+    output = torch.empty((b, r, heads * dim), dtype=q.dtype, device=q.device) if selecting is None else selecting
     launch = dependent_launch(q)
-    _piece_kernel[(pieces, kv_heads, b * r)](
+    tasks = pieces * kv_heads * b * r
+    _piece_kernel[(tasks if selecting is None else min(tasks, PROGRAMS),)](
         q,
         selected,
         slots,
@@ -221,9 +239,13 @@ def qsa_attend_triton(
         partial,
         sums[0],
         sums[1],
+        b,
         r,
         pages,
+        pieces,
         dim**-0.5,
+        SELECTING=selecting is not None,
+        BLOCK_B=triton.next_power_of_2(b),
         PAGE=page,
         HEADS=heads,
         KV_HEADS=kv_heads,
@@ -241,7 +263,12 @@ def qsa_attend_triton(
         sums[0],
         sums[1],
         gate,
+        first,
         output,
+        r,
+        SELECTING=selecting is not None,
+        RATIO=ratio,
+        TOPK=topk,
         HEADS=heads,
         DIM=dim,
         PIECES=pieces,
@@ -316,7 +343,7 @@ def _places(page_table_ptr, at, live, pages, PAGE: tl.constexpr):
     return page * PAGE + at % PAGE
 
 
-@triton.jit(do_not_specialize=["rows"])  # one binary for every number of rows
+@triton.jit(do_not_specialize=["count", "rows"])  # one binary for every number of rows
 def _piece_kernel(
     q_ptr,
     selected_ptr,
@@ -328,9 +355,13 @@ def _piece_kernel(
     partial_ptr,
     largest_ptr,
     sum_ptr,
+    count,
     rows,
     pages,
+    pieces,
     scale,
+    SELECTING: tl.constexpr,
+    BLOCK_B: tl.constexpr,
     PAGE: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -342,48 +373,63 @@ def _piece_kernel(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One piece of one row's kept positions, all query heads of one key head."""
+    """Pieces of rows' kept positions, each with all query heads of one key head: one, or of SELECTING rows many."""
     start(PDL)
-    piece, kv = tl.program_id(0), tl.program_id(1)
-    row = tl.program_id(2).to(tl.int64)
+    if SELECTING:
+        b = tl.arange(0, BLOCK_B)
+        last = tl.load(first_ptr + b, mask=b < count, other=0) + rows - 1
+        if tl.max((last + 1) // RATIO, 0) <= TOPK:
+            return  # at once, as most short texts want it: nobody selects
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    position = tl.load(first_ptr + row // rows) + row % rows
-    slot = tl.load(slots_ptr + row // rows)
     h = tl.arange(0, BLOCK_H)
     d = tl.arange(0, BLOCK_D)
-    j = piece * PIECE + tl.arange(0, PIECE)
-    head_live = (h < GROUP)[:, None] & (d < DIM)[None, :]
-    heads = (kv * GROUP + h)[:, None] * DIM + d[None, :]
-    q = tl.load(q_ptr + row * HEADS * DIM + heads, mask=head_live, other=0.0)
-    at, live = _kept(selected_ptr + row * TOPK, j, position, RATIO, TOPK)
-    sums = (row * HEADS + kv * GROUP + h) * tl.num_programs(0) + piece
-    complete = (position + 1) // RATIO
-    if piece * PIECE >= tl.minimum(complete, TOPK) * RATIO + position + 1 - complete * RATIO:
-        # so that whoever joins the pieces need not know how many there are
-        tl.store(largest_ptr + sums, float("-inf"), mask=h < GROUP)
-        return
-    places = _places(page_table_ptr + slot * pages, at, live, pages, PAGE)
-    cells = (places[:, None] * KV_HEADS + kv) * DIM + d[None, :]
-    cell_live = live[:, None] & (d < DIM)[None, :]
-    k = tl.load(keys_ptr + cells, mask=cell_live, other=0.0).to(q.dtype)
-    v = tl.load(values_ptr + cells, mask=cell_live, other=0.0).to(q.dtype)
-    s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    s = tl.where(live[None, :], s, float("-inf"))
-    largest = tl.max(s, 1)
-    p = tl.where(live[None, :], tl.exp(s - largest[:, None]), 0.0)
-    o = tl.dot(p.to(q.dtype), v, input_precision="ieee")
-    tl.store(largest_ptr + sums, largest, mask=h < GROUP)
-    tl.store(sum_ptr + sums, tl.sum(p, 1), mask=h < GROUP)
-    tl.store(partial_ptr + (row * tl.num_programs(0) + piece) * HEADS * DIM + heads, o, mask=head_live)
+    for task in tl.range(tl.program_id(0), count * rows * KV_HEADS * pieces, tl.num_programs(0), num_stages=1):
+        piece = task % pieces
+        kv = task // pieces % KV_HEADS
+        row = (task // pieces // KV_HEADS).to(tl.int64)
+        position = tl.load(first_ptr + row // rows) + row % rows
+        complete = (position + 1) // RATIO
+        sums = (row * HEADS + kv * GROUP + h) * pieces + piece
+        kept = tl.minimum(complete, TOPK) * RATIO + position + 1 - complete * RATIO
+        if SELECTING:
+            kept = tl.where(complete > TOPK, kept, 0)  # a row that keeps everything is nobody's here
+        if piece * PIECE < kept:
+            slot = tl.load(slots_ptr + row // rows)
+            j = piece * PIECE + tl.arange(0, PIECE)
+            head_live = (h < GROUP)[:, None] & (d < DIM)[None, :]
+            heads = (kv * GROUP + h)[:, None] * DIM + d[None, :]
+            q = tl.load(q_ptr + row * HEADS * DIM + heads, mask=head_live, other=0.0)
+            at, live = _kept(selected_ptr + row * TOPK, j, position, RATIO, TOPK)
+            places = _places(page_table_ptr + slot * pages, at, live, pages, PAGE)
+            cells = (places[:, None] * KV_HEADS + kv) * DIM + d[None, :]
+            cell_live = live[:, None] & (d < DIM)[None, :]
+            k = tl.load(keys_ptr + cells, mask=cell_live, other=0.0).to(q.dtype)
+            v = tl.load(values_ptr + cells, mask=cell_live, other=0.0).to(q.dtype)
+            s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            s = tl.where(live[None, :], s, float("-inf"))
+            largest = tl.max(s, 1)
+            p = tl.where(live[None, :], tl.exp(s - largest[:, None]), 0.0)
+            o = tl.dot(p.to(q.dtype), v, input_precision="ieee")
+            tl.store(largest_ptr + sums, largest, mask=h < GROUP)
+            tl.store(sum_ptr + sums, tl.sum(p, 1), mask=h < GROUP)
+            tl.store(partial_ptr + (row * pieces + piece) * HEADS * DIM + heads, o, mask=head_live)
+        else:
+            # so that whoever joins the pieces need not know how many there are
+            tl.store(largest_ptr + sums, float("-inf"), mask=h < GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # one binary for every number of rows
 def _join_kernel(
     partial_ptr,
     largest_ptr,
     sum_ptr,
     gate_ptr,
+    first_ptr,
     output_ptr,
+    rows,
+    SELECTING: tl.constexpr,
+    RATIO: tl.constexpr,
+    TOPK: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     PIECES: tl.constexpr,
@@ -396,6 +442,8 @@ def _join_kernel(
     start(PDL)
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
+    if SELECTING and (tl.load(first_ptr + row // rows) + row % rows + 1) // RATIO <= TOPK:
+        return
     d = tl.arange(0, BLOCK_D)
     i = tl.arange(0, BLOCK_P)
     line = (row * HEADS + head) * PIECES
