@@ -103,10 +103,10 @@ def qsa_attend(
     slots, first  [B] int64; first is the position of each sequence's first row
     keys, values  [pages, P, KV heads, head_dim], in the dtype of q or float8_e4m3fn; page_table [slots, pages] int64
     ratio         tokens per block
-    Returns [B, R, H * head_dim] in the dtype of q. On a GPU slots, first, the page table and what earlier steps left in the
-    cache are read as soon as the kernel before lets this one start: whatever wrote them has to have ended then. In a layer
-    it has, since the product before qsa_prepare waits before it lets anything start. The first call of a shape loads its
-    kernel, which a graph capture must not do. Raises ValueError if the shapes disagree.
+    Returns [B, R, H * head_dim] in the dtype of q. On a GPU slots, first, the page table and what earlier steps left in
+    the cache are read as soon as the kernel before lets this one start: whatever wrote them has to have ended then. In
+    a layer it has, since the product before qsa_prepare waits before it lets anything start. The first call of a shape
+    loads its kernel, which a graph capture must not do. Raises ValueError if the shapes disagree.
     """
     if q.ndim != 4 or selected.shape[:2] != q.shape[:2] or gate.shape != (*q.shape[:2], q.shape[2] * q.shape[3]):
         raise ValueError(
