@@ -245,7 +245,7 @@ def qsa_attend_triton(
         pieces,
         dim**-0.5,
         SELECTING=selecting is not None,
-        BLOCK_B=triton.next_power_of_2(b),
+        BLOCK_B=triton.next_power_of_2(page_table.shape[0]),  # of all slots: one binary for every number of sequences
         PAGE=page,
         HEADS=heads,
         KV_HEADS=kv_heads,
