@@ -45,6 +45,13 @@ COMMANDS = (
         "the step itself: a row as soon as a cell is measured ([step-h200.md](../benchmarks/step-h200.md))",
     ),
     Command(
+        "step-long",
+        "-m stepfloor bench step --sequences 16,4,1 --spec-tokens 3,0 --max-model-len 32768 --no-count-experts "
+        "--commit {commit} --output {json}",
+        200,
+        "the same steps by an engine with room for 32,768 tokens a sequence, as a server has",
+    ),
+    Command(
         "engine",
         "-m pytest tests/test_engine_gpu.py tests/step/test_memory_gpu.py tests/model/test_pinned.py -m gpu -q -s",
         180,

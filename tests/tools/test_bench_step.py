@@ -2,14 +2,17 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from stepfloor.config import ModelConfig
+from stepfloor.config import EngineConfig, ModelConfig
+from stepfloor.engine import Engine
 from stepfloor.errors import UserError
 from stepfloor.tools.bench import step as bench
 from stepfloor.tools.bench.profile import Event, summarise
 from stepfloor.tools.bench.step import MIXES, Cell, Plan, bench_steps, random_checkpoint, run_and_report
+from stepfloor.weights.checkpoint import Checkpoint
 from tests.checkpoints import tiny_config
 
 
@@ -55,6 +58,21 @@ def test_a_run_that_is_cut_leaves_what_it_measured(
     assert capsys.readouterr().out.count("\n") == 3  # the heading and two rows
 
 
+def test_room_as_a_server_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables of an engine are as wide as it may be asked for, not as the cell needs."""
+    configs, engine = [], bench.Engine
+
+    def noted(checkpoint: Checkpoint, config: EngineConfig, **rest: Any) -> Engine:
+        configs.append(config)
+        return engine(checkpoint, config, **rest)
+
+    monkeypatch.setattr(bench, "Engine", noted)
+    checkpoint = random_checkpoint(ModelConfig.read(tiny_config(tmp_path)), MIXES["a"])
+    (cell,), _ = bench_steps(checkpoint, plan(max_model_len=500, prefill_tokens=0, count_experts=False), print, True)
+    assert {config.max_model_len for config in configs} == {500}
+    assert cell.step_ms > 0
+
+
 def test_real_acceptance_is_measured(tmp_path: Path) -> None:
     checkpoint = random_checkpoint(ModelConfig.read(tiny_config(tmp_path)), MIXES["a"])
     cells, _ = bench_steps(checkpoint, plan(acceptance=None, prefill_tokens=0, count_experts=False), print, True)
@@ -69,6 +87,11 @@ def test_real_acceptance_is_measured(tmp_path: Path) -> None:
         ({"kv_cache_dtype": "fp16"}, "--kv-cache-dtype"),
         ({"ngram_table": "disk"}, "--ngram-table"),
         ({"spec_tokens": (8,)}, "0 to 7"),
+        (
+            {"max_model_len": 100},
+            "--context 40 with 5 steps of 2 drafts needs 2[0-9]* tokens, and --max-model-len is 100",
+        ),
+        ({"contexts": (10**6,)}, "the model's context is"),
     ],
 )
 def test_what_is_no_choice_is_refused_before_loading(tmp_path: Path, change: dict[str, object], says: str) -> None:

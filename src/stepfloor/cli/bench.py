@@ -180,6 +180,10 @@ def step(
             callback=bounded(0, 1 << 20), help="Time the prefill of a prompt of so many tokens too; 0 does not."
         ),
     ] = 0,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(callback=bounded(2), help="Room of a sequence, as a server has it; as much as is needed without."),
+    ] = None,
     kv_cache_dtype: KvCacheDtype = "auto",
     ngram_table: NgramTable = "device",
     hf_overrides: HfOverrides = None,
@@ -227,6 +231,7 @@ def step(
         ngram_table,
         count_experts,
         profile,
+        max_model_len,
     )
     run_and_report(checkpoint, plan, model is None, commit, output)
 

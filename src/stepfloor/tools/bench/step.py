@@ -20,6 +20,7 @@ from torch import Tensor
 
 from stepfloor.config import EngineConfig, ModelConfig
 from stepfloor.engine import Engine, check_memory, open_device
+from stepfloor.errors import UserError
 from stepfloor.model.load import load_model
 from stepfloor.model.model import Layer, Model
 from stepfloor.model.random import RandomTensors
@@ -113,6 +114,7 @@ class Plan:
 
     acceptance  tokens forced a step, 1 to k + 1, where k allows it; None measures what the model accepts
     steps       timed steps of a cell
+    max_model_len  tokens that the engine's tables have room for; None for as many as the cell needs
     """
 
     format: str
@@ -127,6 +129,7 @@ class Plan:
     ngram_table: str = "device"
     count_experts: bool = True
     profile: bool = True
+    max_model_len: int | None = None
 
 
 def random_checkpoint(config: ModelConfig, formats: WeightFormats) -> Checkpoint:
@@ -160,6 +163,7 @@ def bench_steps(
     Raises UserError for a cell that the model or the device cannot hold.
     """
     for k in plan.spec_tokens:  # before minutes of loading
+        _check_lengths(plan, k, checkpoint.config.max_position_embeddings)
         _config(plan, max(plan.sequences), k, max(plan.contexts)).check(checkpoint.config)
     open_device(plan.device)
     begin = time.perf_counter()
@@ -382,7 +386,22 @@ def _prompt_tokens(plan: Plan, k: int, context: int) -> int:
 
 
 def _model_len(plan: Plan, k: int, context: int) -> int:
+    return plan.max_model_len or _needed_len(plan, k, context)
+
+
+def _needed_len(plan: Plan, k: int, context: int) -> int:
     return _prompt_tokens(plan, k, context) + _taken(plan, k) + 64 * (k + 1) + 8
+
+
+def _check_lengths(plan: Plan, k: int, most: int) -> None:
+    """Raises UserError where a cell does not end within --max-model-len, or within the model's context, `most`."""
+    context = max(plan.contexts)
+    needed, given = _needed_len(plan, k, context), plan.max_model_len
+    cell = f"--context {context} with {plan.steps} steps of {k} drafts needs {needed} tokens"
+    if given is not None and given < needed:
+        raise UserError(f"{cell}, and --max-model-len is {given}; raise it, or take fewer --steps")
+    if given is None and needed > most:
+        raise UserError(f"{cell}, and the model's context is {most}; take fewer --steps, or a shorter --context")
 
 
 def _settle(device: str) -> None:
