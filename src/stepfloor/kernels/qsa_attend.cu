@@ -116,6 +116,201 @@ DEVICE void request(u32 to, int pitch, const u8* from, int kv, u32 places, int f
   }
 }
 
+// Of a warp's positions, for all query heads: what keys and queries give, of every 8 positions and tile.
+DEVICE void score(float (&scores)[NUMBERS][TILES][4], u32 key_tile, u32 queries) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+  for (int s = 0; s < DIM / 32; s++) {
+    Words k[NUMBERS];
+#pragma unroll
+    for (int n = 0; n < NUMBERS; n++) {
+      const u32 at = key_tile + ((warp * NUMBERS + n) * 8 + g) * KEY_PITCH + (s * 32 + t * 8) * BYTES;
+      if constexpr (FP8) {
+        const Pair codes = load_shared_pair(at);
+        k[n] = {widen_pair(__byte_perm(codes.x, 0, 0x1000)), widen_pair(__byte_perm(codes.x, 0, 0x3020)),
+                widen_pair(__byte_perm(codes.y, 0, 0x1000)), widen_pair(__byte_perm(codes.y, 0, 0x3020))};
+      } else {
+        k[n] = load_shared(at);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < TILES; i++) {
+      const u32 at = queries + ((i * WARPS + s) * 64 + lane) * 16;
+      const Words q = load_shared(at), then = load_shared(at + 512);
+#pragma unroll
+      for (int n = 0; n < NUMBERS; n++) matrix_step(scores[n][i], q.x, q.y, q.z, q.w, k[n].x, k[n].y);
+#pragma unroll
+      for (int n = 0; n < NUMBERS; n++) matrix_step(scores[n][i], then.x, then.y, then.z, then.w, k[n].z, k[n].w);
+    }
+  }
+}
+
+// Scales them, for powers of two; positions that a query head does not keep get none. Notes the largest of every 8.
+DEVICE void limit(float (&scores)[NUMBERS][TILES][4], const Unit& unit, int piece, float scale, float* part_max) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+  for (int i = 0; i < TILES; i++) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int m = i * 16 + half * 8 + g;
+      const int kept = unit.kept_by(min(m, M - 1)) - piece * PIECE;
+#pragma unroll
+      for (int n = 0; n < NUMBERS; n++) {
+        const int column = (warp * NUMBERS + n) * 8 + 2 * t;
+        float* pair = scores[n][i] + 2 * half;
+        pair[0] = column < kept ? pair[0] * scale : __uint_as_float(NONE);
+        pair[1] = column + 1 < kept ? pair[1] * scale : __uint_as_float(NONE);
+        float largest = fmaxf(pair[0], pair[1]);
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+        if (t == 0 && m < M) part_max[(warp * NUMBERS + n) * M + m] = largest;
+      }
+    }
+  }
+}
+
+// Scores to weights, in bf16 as matrix steps take them, and of every 8 their sum, not rounded.
+DEVICE void weigh(const float (&scores)[NUMBERS][TILES][4], const float (&most)[TILES][2], float* part_sum, u32 weights) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+  for (int i = 0; i < TILES; i++) {
+    u32 pair[NUMBERS][2];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int m = i * 16 + half * 8 + g;
+      const float from = finite(most[i][half]);
+#pragma unroll
+      for (int n = 0; n < NUMBERS; n++) {
+        const float low = power_of_two(scores[n][i][2 * half] - from), high = power_of_two(scores[n][i][2 * half + 1] - from);
+        float sum = low + high;
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        if (t == 0 && m < M) part_sum[(warp * NUMBERS + n) * M + m] = sum;
+        pair[n][half] = to_pair(low, high);
+      }
+    }
+    // of a step's 16 positions, the lower half first
+    const u32 to = weights + (i * (PIECE / 16) * 32 + lane) * 16;
+    if constexpr (NUMBERS % 2 == 0) {
+#pragma unroll
+      for (int n = 0; n < NUMBERS; n += 2)
+        store_shared(to + (warp * NUMBERS + n) / 2 * 512, {pair[n][0], pair[n][1], pair[n + 1][0], pair[n + 1][1]});
+    } else {
+      store_shared_pair(to + warp / 2 * 512 + warp % 2 * 8, {pair[0][0], pair[0][1]});
+    }
+  }
+}
+
+// Adds a piece's values, weighed, to a warp's dimensions.
+DEVICE void add_values(float (&sums)[TILES][4][4], u32 value_tile, u32 weights) {
+  const int lane = threadIdx.x % 32, t = lane % 4;
+#pragma unroll
+  for (int s = 0; s < PIECE / 16; s++) {
+    // Of 4 dimensions at 4 positions: the pairs of positions that a step takes, for a step of each dimension.
+    u32 v[2][4];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const u32 at = value_tile + (s * 16 + half * 8 + 2 * t) * VALUE_PITCH;
+      if constexpr (FP8) {
+        const u32 even = load_shared_word(at), odd = load_shared_word(at + VALUE_PITCH);
+        v[half][0] = widen_pair(__byte_perm(even, odd, 0x4404));
+        v[half][1] = widen_pair(__byte_perm(even, odd, 0x5515));
+        v[half][2] = widen_pair(__byte_perm(even, odd, 0x6626));
+        v[half][3] = widen_pair(__byte_perm(even, odd, 0x7737));
+      } else {
+        const Pair even = load_shared_pair(at), odd = load_shared_pair(at + VALUE_PITCH);
+        v[half][0] = __byte_perm(even.x, odd.x, 0x5410);
+        v[half][1] = __byte_perm(even.x, odd.x, 0x7632);
+        v[half][2] = __byte_perm(even.y, odd.y, 0x5410);
+        v[half][3] = __byte_perm(even.y, odd.y, 0x7632);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < TILES; i++) {
+      const Words p = load_shared(weights + ((i * (PIECE / 16) + s) * 32 + lane) * 16);
+#pragma unroll
+      for (int j = 0; j < 4; j++) matrix_step(sums[i][j], p.x, p.y, p.z, p.w, v[0][j], v[1][j]);
+    }
+  }
+}
+
+// Sends a block's sums to those who join them, and what it took them from and their weights' sums to all.
+DEVICE void send(const float (&sums)[TILES][4][4], float own_most, float own_sum, int rank, u32 received, u32 arrived, float* all_max,
+                 float* all_sum) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+  for (int i = 0; i < TILES; i++) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int m = i * 16 + half * 8 + g, part = (2 * i + half) * WARPS + warp, to = part % CLUSTER;
+      if (m >= M) continue;
+      const u32 remote = peer_address(received + ((rank * OWN + part / CLUSTER) * 8 + g) * 128 + t * 16, to);
+      const u32 counted = peer_address(arrived, to);
+#pragma unroll
+      for (int column = 0; column < 2; column++) {
+        const int of = 2 * half + column;
+        const float four[4] = {sums[i][0][of], sums[i][1][of], sums[i][2][of], sums[i][3][of]};
+        send_peer(remote + column * 64, four, counted);
+      }
+    }
+  }
+  if (threadIdx.x < M) {
+    const float largest[1] = {own_most}, sum[1] = {own_sum};
+#pragma unroll
+    for (int to = 0; to < CLUSTER; to++) {
+      const u32 counted = peer_address(arrived, to);
+      send_peer(peer_address(shared_address(all_max + rank * M + threadIdx.x), to), largest, counted);
+      send_peer(peer_address(shared_address(all_sum + rank * M + threadIdx.x), to), sum, counted);
+    }
+  }
+}
+
+// The block's own share of the result, four dimensions a thread and turn, once all that is sent has arrived. `head` is the unit's
+// first query head, `count` its rows.
+DEVICE void join(const Arguments& a, u64 head, int count, int rank, u32 arrived, int parity, const u8* received, const float* all_max,
+                 const float* all_sum) {
+  auto part_of = [&](int turn) { return (turn * THREADS + threadIdx.x) / 64 * CLUSTER + rank; };
+  auto head_of = [&](int turn) { return part_of(turn) / WARPS * 8 + threadIdx.x % 64 / 8; };
+  auto place_of = [&](int turn) {
+    const int m = head_of(turn), dimension = part_of(turn) % WARPS * 32 + threadIdx.x % 4 * 8 + threadIdx.x % 8 / 4 * 4;
+    return (head + m / GROUP * HEADS + m % GROUP) * DIM + dimension;
+  };
+  auto live = [&](int turn) { return part_of(turn) < JOINED && head_of(turn) < count * GROUP; };
+  u64 gates[TURNS];
+#pragma unroll
+  for (int turn = 0; turn < TURNS; turn++) gates[turn] = live(turn) ? load_global_u64(a.gate + place_of(turn)) : 0;
+  barrier_wait_cluster(arrived, parity);
+  __syncwarp();
+#pragma unroll
+  for (int turn = 0; turn < TURNS; turn++) {
+    if (!live(turn)) continue;
+    const int m = head_of(turn), four = turn * THREADS + threadIdx.x;
+    float largest = __uint_as_float(NONE);
+#pragma unroll
+    for (int from = 0; from < CLUSTER; from++) largest = fmaxf(largest, all_max[from * M + m]);
+    float sum = 0.f, joined[4] = {};
+#pragma unroll
+    for (int from = 0; from < CLUSTER; from++) {
+      const float worth = power_of_two(all_max[from * M + m] - largest);  // 0 of a block in which it keeps nothing
+      const float4 part = *(const float4*)(received + from * OWN * 1024 + four * 16);
+      sum += all_sum[from * M + m] * worth;
+      joined[0] += part.x * worth;
+      joined[1] += part.y * worth;
+      joined[2] += part.z * worth;
+      joined[3] += part.w * worth;
+    }
+    const float whole = 1.f / sum;
+    u32 pair[2];
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      const u32 bits = (u32)(gates[turn] >> 32 * j);
+      const u32 opened = to_pair(short_sigmoid(lower(bits)), short_sigmoid(upper(bits)));
+      pair[j] = multiply_pair(to_pair(joined[2 * j] * whole, joined[2 * j + 1] * whole), opened);
+    }
+    *(u64*)(a.out + place_of(turn)) = (u64)pair[1] << 32 | pair[0];
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) qsa_attend_kernel(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(128) u8 shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -190,49 +385,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) qsa_attend_kernel(
       if (another) places = places_of(piece + CLUSTER);
       float scores[NUMBERS][TILES][4] = {};
       if (warp < SCORERS) {
-#pragma unroll
-        for (int s = 0; s < DIM / 32; s++) {
-          Words k[NUMBERS];
-#pragma unroll
-          for (int n = 0; n < NUMBERS; n++) {
-            const u32 at = key_tile + ((warp * NUMBERS + n) * 8 + g) * KEY_PITCH + (s * 32 + t * 8) * BYTES;
-            if constexpr (FP8) {
-              const Pair codes = load_shared_pair(at);
-              k[n] = {widen_pair(__byte_perm(codes.x, 0, 0x1000)), widen_pair(__byte_perm(codes.x, 0, 0x3020)),
-                      widen_pair(__byte_perm(codes.y, 0, 0x1000)), widen_pair(__byte_perm(codes.y, 0, 0x3020))};
-            } else {
-              k[n] = load_shared(at);
-            }
-          }
-#pragma unroll
-          for (int i = 0; i < TILES; i++) {
-            const u32 at = queries + ((i * WARPS + s) * 64 + lane) * 16;
-            const Words q = load_shared(at), then = load_shared(at + 512);
-#pragma unroll
-            for (int n = 0; n < NUMBERS; n++) matrix_step(scores[n][i], q.x, q.y, q.z, q.w, k[n].x, k[n].y);
-#pragma unroll
-            for (int n = 0; n < NUMBERS; n++) matrix_step(scores[n][i], then.x, then.y, then.z, then.w, k[n].z, k[n].w);
-          }
-        }
-#pragma unroll
-        for (int i = 0; i < TILES; i++) {
-#pragma unroll
-          for (int half = 0; half < 2; half++) {
-            const int m = i * 16 + half * 8 + g;
-            const int kept = unit.kept_by(min(m, M - 1)) - piece * PIECE;
-#pragma unroll
-            for (int n = 0; n < NUMBERS; n++) {
-              const int column = (warp * NUMBERS + n) * 8 + 2 * t;
-              float* pair = scores[n][i] + 2 * half;
-              pair[0] = column < kept ? pair[0] * a.scale : __uint_as_float(NONE);
-              pair[1] = column + 1 < kept ? pair[1] * a.scale : __uint_as_float(NONE);
-              float largest = fmaxf(pair[0], pair[1]);
-              largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-              largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-              if (t == 0 && m < M) part_max[(warp * NUMBERS + n) * M + m] = largest;
-            }
-          }
-        }
+        score(scores, key_tile, queries);
+        limit(scores, unit, piece, a.scale, part_max);
       }
       __syncthreads();  // keys are read, values of the piece before too
       if (another) request_keys(places);
@@ -262,33 +416,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) qsa_attend_kernel(
         }
       }
       if (warp < SCORERS) {
-#pragma unroll
-        for (int i = 0; i < TILES; i++) {
-          u32 pair[NUMBERS][2];
-#pragma unroll
-          for (int half = 0; half < 2; half++) {
-            const int m = i * 16 + half * 8 + g;
-            const float from = finite(most[i][half]);
-#pragma unroll
-            for (int n = 0; n < NUMBERS; n++) {
-              const float low = power_of_two(scores[n][i][2 * half] - from), high = power_of_two(scores[n][i][2 * half + 1] - from);
-              float sum = low + high;
-              sum += __shfl_xor_sync(~0u, sum, 1);
-              sum += __shfl_xor_sync(~0u, sum, 2);
-              if (t == 0 && m < M) part_sum[(warp * NUMBERS + n) * M + m] = sum;
-              pair[n][half] = to_pair(low, high);
-            }
-          }
-          // of a step's 16 positions, the lower half first
-          const u32 to = weights + (i * (PIECE / 16) * 32 + lane) * 16;
-          if constexpr (NUMBERS % 2 == 0) {
-#pragma unroll
-            for (int n = 0; n < NUMBERS; n += 2)
-              store_shared(to + (warp * NUMBERS + n) / 2 * 512, {pair[n][0], pair[n][1], pair[n + 1][0], pair[n + 1][1]});
-          } else {
-            store_shared_pair(to + warp / 2 * 512 + warp % 2 * 8, {pair[0][0], pair[0][1]});
-          }
-        }
+        weigh(scores, most, part_sum, weights);
       }
       copies_wait<VALUE_SLOTS>();  // values of this piece; what has been requested since is of the next one
       __syncthreads();
@@ -307,34 +435,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) qsa_attend_kernel(
         }
       }
       const u32 value_tile = value_tiles + slot * PIECE * VALUE_PITCH + (warp * 32 + g * 4) * BYTES;
-#pragma unroll
-      for (int s = 0; s < PIECE / 16; s++) {
-        // Of 4 dimensions at 4 positions: the pairs of positions that a step takes, for a step of each dimension.
-        u32 v[2][4];
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-          const u32 at = value_tile + (s * 16 + half * 8 + 2 * t) * VALUE_PITCH;
-          if constexpr (FP8) {
-            const u32 even = load_shared_word(at), odd = load_shared_word(at + VALUE_PITCH);
-            v[half][0] = widen_pair(__byte_perm(even, odd, 0x4404));
-            v[half][1] = widen_pair(__byte_perm(even, odd, 0x5515));
-            v[half][2] = widen_pair(__byte_perm(even, odd, 0x6626));
-            v[half][3] = widen_pair(__byte_perm(even, odd, 0x7737));
-          } else {
-            const Pair even = load_shared_pair(at), odd = load_shared_pair(at + VALUE_PITCH);
-            v[half][0] = __byte_perm(even.x, odd.x, 0x5410);
-            v[half][1] = __byte_perm(even.x, odd.x, 0x7632);
-            v[half][2] = __byte_perm(even.y, odd.y, 0x5410);
-            v[half][3] = __byte_perm(even.y, odd.y, 0x7632);
-          }
-        }
-#pragma unroll
-        for (int i = 0; i < TILES; i++) {
-          const Words p = load_shared(weights + ((i * (PIECE / 16) + s) * 32 + lane) * 16);
-#pragma unroll
-          for (int j = 0; j < 4; j++) matrix_step(sums[i][j], p.x, p.y, p.z, p.w, v[0][j], v[1][j]);
-        }
-      }
+      add_values(sums, value_tile, weights);
       if (VALUE_SLOTS > 1) {
         slot ^= 1;
       } else {
@@ -351,73 +452,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) qsa_attend_kernel(
       cluster_wait();
     }
     met = true;
-#pragma unroll
-    for (int i = 0; i < TILES; i++) {
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const int m = i * 16 + half * 8 + g, part = (2 * i + half) * WARPS + warp, to = part % CLUSTER;
-        if (m >= M) continue;
-        const u32 remote = peer_address(received + ((rank * OWN + part / CLUSTER) * 8 + g) * 128 + t * 16, to);
-        const u32 counted = peer_address(arrived, to);
-#pragma unroll
-        for (int column = 0; column < 2; column++) {
-          const int of = 2 * half + column;
-          const float four[4] = {sums[i][0][of], sums[i][1][of], sums[i][2][of], sums[i][3][of]};
-          send_peer(remote + column * 64, four, counted);
-        }
-      }
-    }
-    if (threadIdx.x < M) {
-      const float largest[1] = {own_most}, sum[1] = {own_sum};
-#pragma unroll
-      for (int to = 0; to < CLUSTER; to++) {
-        const u32 counted = peer_address(arrived, to);
-        send_peer(peer_address(shared_address(all_max + rank * M + threadIdx.x), to), largest, counted);
-        send_peer(peer_address(shared_address(all_sum + rank * M + threadIdx.x), to), sum, counted);
-      }
-    }
+    send(sums, own_most, own_sum, rank, received, arrived, all_max, all_sum);
 
-    // The block's own share of the result, four dimensions a thread and turn.
-    auto part_of = [&](int turn) { return (turn * THREADS + threadIdx.x) / 64 * CLUSTER + rank; };
-    auto head_of = [&](int turn) { return part_of(turn) / WARPS * 8 + threadIdx.x % 64 / 8; };
-    auto place_of = [&](int turn) {
-      const int m = head_of(turn), dimension = part_of(turn) % WARPS * 32 + threadIdx.x % 4 * 8 + threadIdx.x % 8 / 4 * 4;
-      return (head + m / GROUP * HEADS + m % GROUP) * DIM + dimension;
-    };
-    auto live = [&](int turn) { return part_of(turn) < JOINED && head_of(turn) < unit.count * GROUP; };
-    u64 gates[TURNS];
-#pragma unroll
-    for (int turn = 0; turn < TURNS; turn++) gates[turn] = live(turn) ? load_global_u64(a.gate + place_of(turn)) : 0;
-    barrier_wait_cluster(arrived, parity);
-    __syncwarp();
-#pragma unroll
-    for (int turn = 0; turn < TURNS; turn++) {
-      if (!live(turn)) continue;
-      const int m = head_of(turn), four = turn * THREADS + threadIdx.x;
-      float largest = __uint_as_float(NONE);
-#pragma unroll
-      for (int from = 0; from < CLUSTER; from++) largest = fmaxf(largest, all_max[from * M + m]);
-      float sum = 0.f, joined[4] = {};
-#pragma unroll
-      for (int from = 0; from < CLUSTER; from++) {
-        const float worth = power_of_two(all_max[from * M + m] - largest);  // 0 of a block in which it keeps nothing
-        const float4 part = *(const float4*)(shared + RECEIVED_AT + from * OWN * 1024 + four * 16);
-        sum += all_sum[from * M + m] * worth;
-        joined[0] += part.x * worth;
-        joined[1] += part.y * worth;
-        joined[2] += part.z * worth;
-        joined[3] += part.w * worth;
-      }
-      const float whole = 1.f / sum;
-      u32 pair[2];
-#pragma unroll
-      for (int j = 0; j < 2; j++) {
-        const u32 bits = (u32)(gates[turn] >> 32 * j);
-        const u32 opened = to_pair(short_sigmoid(lower(bits)), short_sigmoid(upper(bits)));
-        pair[j] = multiply_pair(to_pair(joined[2 * j] * whole, joined[2 * j + 1] * whole), opened);
-      }
-      *(u64*)(a.out + place_of(turn)) = (u64)pair[1] << 32 | pair[0];
-    }
+    join(a, head, unit.count, rank, arrived, parity, shared + RECEIVED_AT, all_max, all_sum);
     if (number + step < units) {
       if (threadIdx.x == 0) barrier_expect(arrived, expected);
       cluster_sync();  // the others may send again
