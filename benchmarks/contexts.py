@@ -32,13 +32,13 @@ import torch
 
 import stepfloor
 from stepfloor.config import EngineConfig, ModelConfig
-from stepfloor.engine import EXPERT_WORKSPACE_BYTES, Engine, open_device
+from stepfloor.engine import EXPERT_WORKSPACE_BYTES, Engine, host_memory, open_device
 from stepfloor.errors import UserError
 from stepfloor.model.load import _Loader, load_model
 from stepfloor.model.model import Model
 from stepfloor.model.random import RandomTensors
 from stepfloor.roofline.floor import Floor, checkpoint_step_bytes
-from stepfloor.roofline.memory import MemoryPlan, discrete_capacity, parse_meminfo, placement_of, plan_memory
+from stepfloor.roofline.memory import MemoryPlan, discrete_capacity, placement_of, plan_memory
 from stepfloor.step.bandwidth import read_bandwidth_gbps
 from stepfloor.tools.bench.step import MIXES, WARM_UP_STEPS, Plan, _config, _prompt_tokens, _steps, random_checkpoint
 from stepfloor.weights.checkpoint import Checkpoint
@@ -255,10 +255,9 @@ def resident_bytes() -> int:
 def plan_for(checkpoint: Checkpoint, config: EngineConfig, device_bytes: int) -> MemoryPlan:
     """The plan that the engine makes, on an empty device."""
     placement = replace(placement_of(config), expert_workspace_bytes=EXPERT_WORKSPACE_BYTES)
-    meminfo = Path("/proc/meminfo")
     host = 1 << 62
-    if meminfo.is_file() and config.ngram_table != "pinned":  # a pinned table is there already
-        host = parse_meminfo(meminfo.read_text())["MemAvailable"]
+    if config.ngram_table != "pinned":  # a pinned table is there already
+        host = host_memory().get("MemAvailable", host)
     return plan_memory(checkpoint.config, checkpoint.weights, config, discrete_capacity(device_bytes, host), placement)
 
 

@@ -2,13 +2,14 @@
 
 from dataclasses import fields, replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from stepfloor.engine import Engine
+from stepfloor.engine import Engine, host_memory
 from stepfloor.errors import UserError
 from stepfloor.kernels import gdn_decode as decode_room
 from stepfloor.kernels import gdn_prefill as prefill_room
@@ -74,6 +75,18 @@ def test_company_does_not_show(checkpoint: Checkpoint, k: int, acceptance: str) 
         engine_config(spec_tokens=k, acceptance=acceptance, max_num_seqs=5, max_num_batched_tokens=7),
     )
     assert serve(together, *requests) == alone(checkpoint, requests, spec_tokens=k, acceptance=acceptance)
+
+
+def test_the_hosts_memory_is_a_containers(tmp_path: Path) -> None:
+    proc, cgroup = tmp_path / "proc", tmp_path / "cgroup"
+    assert host_memory(proc, cgroup) == {}
+    for directory in (proc, cgroup):
+        directory.mkdir()
+    (proc / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable: 90 kB\n")
+    assert host_memory(proc, cgroup)["MemAvailable"] == 90 * 1024
+    (cgroup / "memory.max").write_text("40960\n")
+    (cgroup / "memory.current").write_text("1024\n")
+    assert host_memory(proc, cgroup) == {"MemTotal": 100 * 1024, "MemAvailable": 39 * 1024}
 
 
 def test_fewer_pages_than_slots_could_fill(checkpoint: Checkpoint) -> None:

@@ -978,6 +978,12 @@ def test_offline_names_the_files_an_incomplete_snapshot_lacks(tiny: dict[str, Pa
         resolve_source("someone/Flash", Hub(tmp_path, offline=True))
 
 
+def test_a_directory_has_no_revisions(tmp_path: Path) -> None:
+    """`--revision v1 ./model` once ran whatever lay there."""
+    with pytest.raises(UserError, match="--revision v1 chooses among"):
+        resolve_source(tmp_path, Hub(tmp_path / "cache"), revision="v1")
+
+
 def test_online_without_the_snapshot_downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, object] = {}
 

@@ -18,7 +18,9 @@ from stepfloor.model.model import Model
 from stepfloor.request import Batch, Piece, Request
 from stepfloor.roofline.floor import Floor, checkpoint_step_bytes
 from stepfloor.roofline.memory import (
+    CGROUP_FILES,
     MemoryPlan,
+    cgroup_available,
     discrete_capacity,
     parse_meminfo,
     placement_of,
@@ -107,6 +109,18 @@ def find_device(device: str) -> None:
         )
 
 
+def host_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> dict[str, int]:
+    """/proc/meminfo in bytes, MemAvailable no more than a container's own limit leaves; empty where there is none."""
+    if not (proc / "meminfo").is_file():
+        return {}
+    found = parse_meminfo((proc / "meminfo").read_text())
+    for directory in (cgroup, cgroup / "memory"):
+        files = {path.name: path.read_text() for path in directory.glob("memory.*") if path.name in CGROUP_FILES}
+        if (left := cgroup_available(files)) is not None and "MemAvailable" in found:
+            found["MemAvailable"] = min(found["MemAvailable"], left)
+    return found
+
+
 def check_memory(checkpoint: Checkpoint, config: EngineConfig) -> MemoryPlan:
     """The memory plan of an engine on a GPU, before anything is allocated; every line is logged.
 
@@ -114,7 +128,7 @@ def check_memory(checkpoint: Checkpoint, config: EngineConfig) -> MemoryPlan:
     """
     device = torch.device(config.device)
     free = torch.cuda.mem_get_info(device)[0]
-    meminfo = parse_meminfo(Path("/proc/meminfo").read_text()) if Path("/proc/meminfo").is_file() else {}
+    meminfo = host_memory()
     if torch.cuda.get_device_properties(device).is_integrated and "MemAvailable" in meminfo:
         capacity = unified_capacity(meminfo, free)
     else:

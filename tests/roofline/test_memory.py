@@ -15,6 +15,7 @@ from stepfloor.roofline.memory import (
     Capacity,
     MemoryPlan,
     Placement,
+    cgroup_available,
     discrete_capacity,
     parse_meminfo,
     plan_memory,
@@ -282,3 +283,17 @@ def test_matrix_shapes(devices: int) -> None:
 def test_the_plan_needs_no_torch() -> None:
     program = "import sys, stepfloor.roofline.memory; assert not {'torch', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, env={"PYTHONPATH": "src"})
+
+
+def test_a_containers_own_limit() -> None:
+    """MemAvailable is the whole host's: a container with 40 GiB was planned 200 and killed while it loaded."""
+    idle = f"anon 5\ninactive_file {3 * GIB}\n"
+    assert (
+        cgroup_available({"memory.max": f"{40 * GIB}\n", "memory.current": f"{10 * GIB}\n", "memory.stat": idle})
+        == 33 * GIB
+    )
+    assert cgroup_available({"memory.max": "max\n", "memory.current": "5\n"}) is None
+    assert cgroup_available({"memory.max": "5", "memory.current": "9"}) == 0
+    older = {"memory.limit_in_bytes": "100", "memory.usage_in_bytes": "30", "memory.stat": "total_inactive_file 7"}
+    assert cgroup_available(older) == 77
+    assert cgroup_available({}) is None

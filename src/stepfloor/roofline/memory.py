@@ -201,6 +201,26 @@ def parse_meminfo(text: str) -> dict[str, int]:
     return found
 
 
+# names of a limit, of what is used of it, and of the file pages in that which go first: cgroup version 2, version 1
+_CGROUPS = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+CGROUP_FILES = frozenset(name for limit, used, _ in _CGROUPS for name in (limit, used)) | {"memory.stat"}
+
+
+def cgroup_available(files: Mapping[str, str]) -> int | None:
+    """Bytes that a container's own limit leaves; None where it has none. MemAvailable is the whole host's.
+
+    files  of its cgroup directory: name to text
+    """
+    for limit, used, idle in _CGROUPS:
+        if limit in files and used in files and files[limit].strip() != "max":
+            stat = dict(line.split(maxsplit=1) for line in files.get("memory.stat", "").splitlines() if " " in line)
+            return max(0, int(files[limit]) - int(files[used]) + int(stat.get(idle, 0)))
+    return None
+
+
 def plan_memory(
     config: ModelConfig,
     weights: Mapping[str, HasBytes],

@@ -78,6 +78,8 @@ def find_local(source: str | Path, hub: Hub, *, revision: str | None = None) -> 
     """
     path = Path(source).expanduser()
     if path.is_dir():
+        if revision is not None:
+            raise UserError(f"--revision {revision} chooses among a hub id's; {source} is a directory: leave it out")
         return path
     name = str(source)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith((".", "~")) or path.exists():
