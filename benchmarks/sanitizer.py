@@ -104,22 +104,9 @@ def dense(device: str) -> Iterator[Case]:
 
 def experts(device: str) -> Iterator[Case]:
     """Routed experts: tiled NVFP4 and grouped ones."""
-    on_gpu = device != "cpu"
     for name in ("nvfp4", "bf16", "fp8_block"):
         for rows in (*ROWS, 37):
-            up = moe_gate_up_inputs(rows, 256, 64, 9, 3, name, BF16, device)
-            down = moe_down_inputs(rows, 256, 64, 80, 9, 3, name, BF16, device)
-            if on_gpu:
-                up["gate_up"] = moe_gate_up_repack(up["gate_up"], 3, device, max_rows=rows)  # type: ignore[arg-type]
-                down["down"], down["shared_down"] = moe_down_repack(
-                    down["down"],  # type: ignore[arg-type]
-                    down["shared_down"],  # type: ignore[arg-type]
-                    3,
-                    device,
-                    max_rows=rows,
-                )
-            yield f"moe_gate_up {name} {rows}", lambda i=up: moe_gate_up(**i)  # type: ignore[arg-type]
-            yield f"moe_down {name} {rows}", lambda i=down: moe_down(**i)  # type: ignore[arg-type]
+            yield from expert_pair(name, rows, (256, 64), (256, 64), device)
     for rows in ROWS:
         route = moe_route_inputs(rows, 9, 80, 3, BF16, device)
         yield f"moe_route {rows}", lambda i=route: moe_route(**i)  # type: ignore[arg-type]
@@ -130,21 +117,25 @@ def turns(device: str) -> Iterator[Case]:
 
     A block of `experts` has hardly one tile. These are about ten for each of an H200's 264 blocks.
     """
-    on_gpu = device != "cpu"
     for name, rows, width in (("nvfp4", 5, 2560), ("nvfp4", 37, 768), ("fp8_block", 5, 2560), ("fp8_block", 37, 384)):
-        up = moe_gate_up_inputs(rows, 64, width, 9, 3, name, BF16, device)
-        down = moe_down_inputs(rows, 5120, 64, 80, 9, 3, name, BF16, device)
-        if on_gpu:
-            up["gate_up"] = moe_gate_up_repack(up["gate_up"], 3, device, max_rows=rows)  # type: ignore[arg-type]
-            down["down"], down["shared_down"] = moe_down_repack(
-                down["down"],  # type: ignore[arg-type]
-                down["shared_down"],  # type: ignore[arg-type]
-                3,
-                device,
-                max_rows=rows,
-            )
-        yield f"moe_gate_up {name} {rows}", lambda i=up: moe_gate_up(**i)  # type: ignore[arg-type]
-        yield f"moe_down {name} {rows}", lambda i=down: moe_down(**i)  # type: ignore[arg-type]
+        yield from expert_pair(name, rows, (64, width), (5120, 64), device)
+
+
+def expert_pair(name: str, rows: int, gate_up: tuple[int, int], down: tuple[int, int], device: str) -> Iterator[Case]:
+    """Both products of 9 experts, 3 a row; the first one's columns and channels, the second one's rows and columns."""
+    first = moe_gate_up_inputs(rows, *gate_up, 9, 3, name, BF16, device)
+    second = moe_down_inputs(rows, *down, 80, 9, 3, name, BF16, device)
+    if device != "cpu":
+        first["gate_up"] = moe_gate_up_repack(first["gate_up"], 3, device, max_rows=rows)  # type: ignore[arg-type]
+        second["down"], second["shared_down"] = moe_down_repack(
+            second["down"],  # type: ignore[arg-type]
+            second["shared_down"],  # type: ignore[arg-type]
+            3,
+            device,
+            max_rows=rows,
+        )
+    yield f"moe_gate_up {name} {rows}", lambda: moe_gate_up(**first)  # type: ignore[arg-type]
+    yield f"moe_down {name} {rows}", lambda: moe_down(**second)  # type: ignore[arg-type]
 
 
 def attention(device: str) -> Iterator[Case]:
