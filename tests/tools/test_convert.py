@@ -213,6 +213,22 @@ def test_shape_that_a_format_cannot_store_is_refused(
         plan_random(str(path), release)
 
 
+def test_what_was_cut_short_can_be_written_again(tmp_path: Path) -> None:
+    """Half a checkpoint was left, and the directory refused the next time."""
+    plan, seen = plan_random(str(tiny_config(tmp_path)), "nvfp4"), []
+
+    def cut(nbytes: int) -> None:
+        seen.append(nbytes)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_random(plan, tmp_path / "new", advance=cut)
+    assert list((tmp_path / "new").iterdir()) == []
+    write_random(plan, tmp_path / "new")
+    assert open_checkpoint(tmp_path / "new").num_bytes > 0
+
+
 def test_directory_that_holds_something_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("mine")
     with pytest.raises(UserError, match="has something in it"):

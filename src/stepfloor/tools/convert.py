@@ -33,8 +33,8 @@ def write_random(
 ) -> None:
     """Draw the weights of a plan and stream them to disk, one chunk per job in memory.
 
-    advance is called with the bytes of each tensor once it is on disk. Raises UserError if destination exists and
-    is not empty, or if the disk is too small.
+    advance is called with the bytes of each tensor once it is on disk. What ends it early, Ctrl-C too, leaves the
+    directory empty. Raises UserError if destination exists and is not empty, or if the disk is too small.
     """
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise UserError(f"wanted an empty or new directory; {destination} has something in it; choose another")
@@ -44,10 +44,15 @@ def write_random(
             f"this checkpoint takes {plan.nbytes / 1e9:.1f} GB; {destination} has {free / 1e9:.1f} GB free; pass "
             "--layers, --experts or --table-rows for a smaller one"
         )
-    for name, content in plan.documents.items():
-        (destination / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    for name, weights in plan.files.items():
-        _write_file(plan.config, destination / name, weights, seed, jobs, advance)
+    try:
+        for name, content in plan.documents.items():
+            (destination / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        for name, weights in plan.files.items():
+            _write_file(plan.config, destination / name, weights, seed, jobs, advance)
+    except BaseException:
+        for name in (*plan.documents, *plan.files):
+            (destination / name).unlink(missing_ok=True)
+        raise
 
 
 def _write_file(
