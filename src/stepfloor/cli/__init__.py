@@ -37,7 +37,7 @@ def main() -> None:
         app()
     except SystemExit as end:
         if end.code == INTERRUPTED:
-            print("stepfloor: interrupted; what was written until now is kept", file=sys.stderr)
+            print("stepfloor: interrupted; results written until now are kept", file=sys.stderr)
         raise
     except UserError as error:
         print(f"stepfloor: {error}", file=sys.stderr)
