@@ -10,7 +10,7 @@ nothing from that row on is compared.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -37,6 +37,7 @@ from tests.oracle import TINY, Oracle
 from tests.ours import Ours, engine_config, kept_sets
 
 BOUND = 2e-5
+NOISES = 6  # trials of the oracle's own spread
 EOS = TINY["eos_token_id"]
 GREEDY = SamplingParams(temperature=0.0)
 # an example takes a second and a failing one is small enough to read; shrinking would take minutes
@@ -230,23 +231,46 @@ def cached_logits(oracle: Oracle, tokens: list[int], cuts: tuple[int, ...]) -> T
     return torch.cat(parts)
 
 
-@torch.no_grad()
-def own_bound(oracle: Oracle, tokens: list[int], expected: Tensor, clear: int) -> float:
-    """2e-5, or more where the oracle cannot agree with itself that well: other chunks, other last bits of its input."""
-    others = [cached_logits(oracle, tokens, cuts) for cuts in ((1,), (len(tokens) // 2,))]
-    table = oracle.model.model.embed_tokens.weight
-    kept = table.clone()
-    for sign in (1, -1):
-        noise = torch.randn(table.shape, generator=torch.Generator().manual_seed(0))
-        table.copy_(kept * (1 + sign * 2.0**-24 * noise))
-        with ranking():
-            others.append(oracle.logits(tokens))
-    table.copy_(kept)
-    spread = max(apart(other[:clear], expected[:clear]) for other in others)
-    if 4 * spread <= BOUND:
-        return BOUND
-    print(f"the oracle differs from itself by {spread:.1e}; compared to {4 * spread:.1e}")
-    return 4 * spread
+@contextmanager
+def other_last_bits(oracle: Oracle, seed: int) -> Iterator[None]:
+    """Every weight moved by about half a step of float32, each by a noise of its own."""
+    with torch.no_grad():
+        weights = [*oracle.model.parameters(), *oracle.drafter.parameters()]
+        kept, make = [weight.clone() for weight in weights], torch.Generator().manual_seed(seed)
+        for weight in weights:
+            weight.mul_(1 + 2.0**-24 * torch.randn(weight.shape, generator=make))
+        try:
+            yield
+        finally:
+            for weight, whole in zip(weights, kept, strict=True):
+                weight.copy_(whole)
+
+
+def own_bounds(
+    oracle: Oracle, compute: Callable[[], tuple[Tensor, ...]], clear: int, others: Sequence[tuple[Tensor, ...]] = ()
+) -> list[float]:
+    """For each result 2e-5, or more where the oracle cannot agree with itself that well.
+
+    It rounds once in every operation, and so do we, elsewhere. What that does to a result is what other last bits of
+    all its weights do to it: twice the largest of so many trials, and of `others`, results of other chunks. (Of 779
+    results of random models none was beyond 0.53 of this bound.)
+    """
+    with ranking():
+        expected = compute()
+    found = list(others)
+    for seed in range(NOISES):
+        with other_last_bits(oracle, seed), ranking():
+            found.append(compute())
+    spreads = [max(apart(f[i][:clear], expected[i][:clear]) for f in found if i < len(f)) for i in range(len(expected))]
+    if 2 * max(spreads) > BOUND:
+        print(f"the oracle differs from itself by {', '.join(f'{spread:.1e}' for spread in spreads)}")
+    return [max(BOUND, 2 * spread) for spread in spreads]
+
+
+def own_bound(oracle: Oracle, tokens: list[int], clear: int) -> float:
+    """The bound of its logits, with those of two other chunkings among the trials."""
+    others = [(cached_logits(oracle, tokens, cuts),) for cuts in ((1,), (len(tokens) // 2,))]
+    return own_bounds(oracle, lambda: (oracle.logits(tokens),), clear, others)[0]
 
 
 def check_one_pass(case: Case) -> None:
@@ -264,32 +288,43 @@ def check_one_pass(case: Case) -> None:
             assert a[:clear] == b[:clear], f"sparse layer {layer} keeps other positions"
         last = range(max(1, len(case.tokens) - 3), len(case.tokens))
         cached = cached_logits(oracle, case.tokens, (*case.cuts[:2], *last))
-        bound = own_bound(oracle, case.tokens, expected, clear)
+        bound = own_bound(oracle, case.tokens, clear)
         assert apart(logits[:clear], expected[:clear]) <= bound
         assert apart(logits[:clear], cached[:clear]) <= bound
         assert torch.equal(ours.logits(case.tokens, case.cuts), logits), "chunking shows"
         assert torch.equal(ours.logits(case.tokens, tuple(range(len(case.tokens)))), logits), "one by one shows"
-        check_drafter(oracle, ours, case.tokens, clear, bound)
+        check_drafter(oracle, ours, case.tokens, clear)
 
 
 @torch.no_grad()
-def check_drafter(oracle: Oracle, ours: Ours, tokens: list[int], clear: int, bound: float) -> None:
+def check_drafter(oracle: Oracle, ours: Ours, tokens: list[int], clear: int) -> None:
     """The residual that leaves the target, and the drafter over it."""
     rows, following = tokens[:-1], tokens[1:]
     if not rows:
         return
-    with ranking():
-        residual = oracle.residual(rows)
-    embedding = oracle.model.model.embed_tokens(torch.tensor(following))
-    with watch(oracle.drafter) as theirs:
+
+    def over(residual: Tensor) -> tuple[Tensor, Tensor]:
+        embedding = oracle.model.model.embed_tokens(torch.tensor(following))
         after, mixed = oracle.drafter(residual, embedding, *oracle.rope(len(rows)))
+        return after, oracle.model.lm_head(mixed)
+
+    def drafted() -> tuple[Tensor, Tensor, Tensor]:
+        residual = oracle.residual(rows)
+        return residual, *over(residual)
+
+    with ranking():
+        expected = drafted()
+    with watch(oracle.drafter) as theirs:
+        over(expected[0])
     clear = min(clear, theirs.clear_rows(len(rows)))
     ours.start()
-    assert apart(ours.chunk(rows)[0][:clear], residual[:clear]) <= bound
+    residual = ours.chunk(rows)[0]
     ours.start()
-    our_after, our_mixed = ours.chunk(rows, following)
-    assert apart(our_after[:clear], after[:clear]) <= bound
-    assert apart(ours.model.logits(our_mixed)[:clear], oracle.model.lm_head(mixed)[:clear]) <= bound
+    after, mixed = ours.chunk(rows, following)
+    for found, wanted, bound in zip(
+        (residual, after, ours.model.logits(mixed)), expected, own_bounds(oracle, drafted, clear), strict=True
+    ):
+        assert apart(found[:clear], wanted[:clear]) <= bound
 
 
 def check_greedy(case: Case, new_tokens: int = 64) -> None:
@@ -306,7 +341,7 @@ def check_greedy(case: Case, new_tokens: int = 64) -> None:
         with watch(oracle.model) as theirs:
             logits = oracle.logits(text[:-1])
         clear = theirs.clear_rows(len(text) - 1)
-        bound = own_bound(oracle, text[:-1], logits, clear)
+        bound = own_bound(oracle, text[:-1], clear)
         for row in range(len(case.tokens) - 1, clear):
             best, chosen = logits[row].max(), logits[row, text[row + 1]]
             if text[row + 1] != int(logits[row].argmax()):
@@ -346,7 +381,7 @@ def test_every_tiny_model_within_its_own_bound(tmp_path: Path, seed: int) -> Non
         expected, logits = oracle.logits(tokens), ours.logits(tokens)
     clear = theirs.clear_rows(60)
     assert mine.kept == theirs.kept
-    bound = own_bound(oracle, tokens, expected, clear)
+    bound = own_bound(oracle, tokens, clear)
     difference = apart(logits[:clear], expected[:clear])
     print(f"seed {seed}: {clear} rows, logits differ by {difference:.2e}, bound {bound:.1e}")
     assert difference <= bound
