@@ -41,13 +41,13 @@ from benchmarks.harness import (
     write_json,
 )
 from stepfloor.kernels._attend import AttendPlan, choose_attend
+from stepfloor.kernels._attend_triton import attend_triton
 from stepfloor.kernels._stream import shared_limit
 from stepfloor.kernels.qsa_attend import (
     attend_rows,
     qsa_attend,
     qsa_attend_inputs,
     qsa_attend_reference,
-    qsa_attend_triton,
 )
 from stepfloor.kernels.qsa_prepare import (
     SparseCache,
@@ -246,7 +246,7 @@ class Layers:
         operands = (q, gate, selected, self.slots, self.first, cache.keys, cache.values, cache.page_table)
         if plan is not None:
             return attend_rows(plan, *operands, SHAPE.ratio)
-        return (qsa_attend_triton if two else qsa_attend)(*operands, SHAPE.ratio)
+        return (attend_triton if two else qsa_attend)(*operands, SHAPE.ratio)
 
     def all(self, cache: SparseCache, plan: AttendPlan | None = None, two: bool = False) -> Tensor:
         q, gate, index_q = self.prepare(cache)

@@ -522,7 +522,7 @@ def test_sparse_attention(
             lambda b, r, context, device, check=check: check(min(b, 2), min(r, 4), min(context, 40), device),
         )
     operator = sparse_attention.qsa_attend
-    monkeypatch.setattr(sparse_attention, "qsa_attend_triton", operator)
+    monkeypatch.setattr(sparse_attention, "attend_triton", operator)
     monkeypatch.setattr(sparse_attention, "attend_rows", lambda plan, *given: operator(*given))
     monkeypatch.setattr(sparse_attention, "shared_limit", lambda device: 227 * 1024)
     output = tmp_path / "attention.json"

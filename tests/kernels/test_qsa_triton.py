@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepfloor.kernels import qsa_attend as qsa_attend_module
+from stepfloor.kernels import _attend_triton
+from stepfloor.kernels._attend_triton import attend_triton
 from stepfloor.kernels.qsa_attend import (
     kept_positions,
     qsa_attend,
     qsa_attend_inputs,
     qsa_attend_reference,
-    qsa_attend_triton,
 )
 from stepfloor.kernels.qsa_prepare import (
     SparseCache,
@@ -292,7 +292,7 @@ def test_attended_rows_lie_at_the_exact_result(
     shape = replace(ODD, topk=7)
     inputs = attend_inputs(2, 2, context, shape, dtype, kv)
     with poisoned_memory(monkeypatch):
-        ours = qsa_attend_triton(**inputs, piece=piece)
+        ours = attend_triton(**inputs, piece=piece)
     assert_attended(ours, inputs, [0, 1])
     assert_attended(qsa_attend_reference(**inputs), inputs, [0, 1])
 
@@ -304,7 +304,7 @@ def test_a_chunks_rows_lie_at_the_exact_result(
     """21 rows of which the first keep everything: tiles of rows, a tile on the boundary, rows that gather."""
     inputs = attend_inputs(1, 21, 3, replace(ODD, topk=4), dtype, kv)
     with poisoned_memory(monkeypatch):
-        ours = qsa_attend_triton(**inputs)
+        ours = attend_triton(**inputs)
     assert_attended(ours, inputs, list(range(21)))
 
 
@@ -313,34 +313,34 @@ def test_only_kept_positions_are_read(rows: int) -> None:
     """NaN in other positions, other pages and page 0 reaches no result: zero times NaN is NaN."""
     inputs = attend_inputs(1, rows, 30, ODD, FP32, FP32)
     inputs["selected"][:] = inputs["selected"][:, :1]
-    wanted = qsa_attend_triton(**inputs)
+    wanted = attend_triton(**inputs)
     page, table = inputs["keys"].shape[1], inputs["page_table"][1]
     keep = torch.cat([kept_positions(inputs["selected"][0, r], 30 + r, 4) for r in range(rows)]).unique()
     for name in ("keys", "values"):
         poisoned = torch.full_like(inputs[name], torch.nan)
         poisoned[table[keep // page], keep % page] = inputs[name][table[keep // page], keep % page]
         inputs[name] = poisoned
-    assert_same(qsa_attend_triton(**inputs), wanted)
+    assert_same(attend_triton(**inputs), wanted)
 
 
 @pytest.mark.parametrize("programs", [5, 1000])
 def test_rows_that_select_are_attended_alone(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others are left as they are; a program goes through several pieces, and none where nobody selects."""
-    monkeypatch.setattr(qsa_attend_module, "PROGRAMS", programs)
+    monkeypatch.setattr(_attend_triton, "PROGRAMS", programs)
     inputs = attend_inputs(2, 3, 21, replace(ODD, topk=5), BF16, BF16)
     inputs["first"] = inputs["first"] - torch.tensor(
         [0, 9], device=DEVICE
     )  # rows 0 to 2 are at 21 to 23, and at 12 to 14
-    wanted = qsa_attend_triton(**inputs, piece=16)
+    wanted = attend_triton(**inputs, piece=16)
     left = torch.full_like(wanted, torch.nan)
     selecting = (inputs["first"][:, None] + torch.arange(3, device=DEVICE) + 1) // 4 > 5
     assert selecting.tolist() == [[False, False, True], [False, False, False]]
-    ours = qsa_attend_triton(**inputs, piece=16, selecting=left)
+    ours = attend_triton(**inputs, piece=16, selecting=left)
     assert ours is left
     assert_same(ours[selecting], wanted[selecting])
     assert bool(ours[~selecting].isnan().all())
     short = {**inputs, "first": inputs["first"] - 5}
-    assert bool(qsa_attend_triton(**short, piece=16, selecting=torch.full_like(wanted, torch.nan)).isnan().all())
+    assert bool(attend_triton(**short, piece=16, selecting=torch.full_like(wanted, torch.nan)).isnan().all())
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # the padding row's
@@ -351,18 +351,18 @@ def test_an_attending_rows_bits_are_its_own() -> None:
     inputs["first"][2] = 0
     inputs["selected"][2] = -1
     inputs["keys"][0] = inputs["values"][0] = torch.nan
-    together = qsa_attend_triton(**inputs, piece=16)
+    together = attend_triton(**inputs, piece=16)
     for b in range(2):
         for r in range(2):
             part = {name: inputs[name][b : b + 1, r : r + 1] for name in ("q", "gate", "selected")}
             part |= {"slots": inputs["slots"][b : b + 1], "first": inputs["first"][b : b + 1] + r}
-            assert_same(qsa_attend_triton(**{**inputs, **part}, piece=16)[0, 0], together[b, r])
+            assert_same(attend_triton(**{**inputs, **part}, piece=16)[0, 0], together[b, r])
 
 
 def test_large_scores_do_not_overflow() -> None:
     inputs = attend_inputs(1, 1, 20, ODD, BF16, BF16)
     inputs["q"] *= 1e4
-    assert bool(torch.isfinite(qsa_attend_triton(**inputs, piece=16)).all())
+    assert bool(torch.isfinite(attend_triton(**inputs, piece=16)).all())
 
 
 # ---------------------------------------------------------------------- compiled for a GPU
@@ -401,11 +401,11 @@ def compiled_cases(dtype: str, kv: str, shape: SparseShape, names: str) -> list[
     piece = attend | pieces | pointers("partial_ptr largest_ptr sum_ptr", "*fp32")
     for selecting in (False, True):
         constants = {"PIECE": 64, "SELECTING": selecting, "BLOCK_B": 16}
-        cases.append(Case(f"{room}attend", "_piece_kernel", piece, heads | tile | constants))
+        cases.append(Case("stepfloor.kernels._attend_triton", "_piece_kernel", piece, heads | tile | constants))
     chunk = attend | pointers("gate_ptr output_ptr", dtype)
     tile |= {"TILE_ROWS": 1 if narrow else 8, "BLOCK_N": 16 if narrow else 64}
-    cases.append(Case(f"{room}attend", "_dense_kernel", chunk, heads | tile, 4 if narrow else 8))
-    cases.append(Case(f"{room}attend", "_gather_kernel", chunk, heads | tile))
+    cases.append(Case("stepfloor.kernels._attend_triton", "_dense_kernel", chunk, heads | tile, 4 if narrow else 8))
+    cases.append(Case("stepfloor.kernels._attend_triton", "_gather_kernel", chunk, heads | tile))
     return [case for case in cases if case.name.split("_")[1] in names.split()]
 
 
@@ -435,7 +435,9 @@ def test_kernels_compile() -> None:
         "PDL": True,
     }
     for selecting in (False, True):
-        cases.append(Case("stepfloor.kernels.qsa_attend", "_join_kernel", join, {**constants, "SELECTING": selecting}))
+        cases.append(
+            Case("stepfloor.kernels._attend_triton", "_join_kernel", join, {**constants, "SELECTING": selecting})
+        )
     assert_compiles(cases)
 
 
