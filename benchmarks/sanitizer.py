@@ -123,19 +123,19 @@ def turns(device: str) -> Iterator[Case]:
 
 def expert_pair(name: str, rows: int, gate_up: tuple[int, int], down: tuple[int, int], device: str) -> Iterator[Case]:
     """Both products of 9 experts, 3 a row; the first one's columns and channels, the second one's rows and columns."""
-    first = moe_gate_up_inputs(rows, *gate_up, 9, 3, name, BF16, device)
-    second = moe_down_inputs(rows, *down, 80, 9, 3, name, BF16, device)
+    first: dict[str, Any] = moe_gate_up_inputs(rows, *gate_up, 9, 3, name, BF16, device)
+    second: dict[str, Any] = moe_down_inputs(rows, *down, 80, 9, 3, name, BF16, device)
     if device != "cpu":
-        first["gate_up"] = moe_gate_up_repack(first["gate_up"], 3, device, max_rows=rows)  # type: ignore[arg-type]
+        first["gate_up"] = moe_gate_up_repack(first["gate_up"], 3, device, max_rows=rows)
         second["down"], second["shared_down"] = moe_down_repack(
-            second["down"],  # type: ignore[arg-type]
-            second["shared_down"],  # type: ignore[arg-type]
+            second["down"],
+            second["shared_down"],
             3,
             device,
             max_rows=rows,
         )
-    yield f"moe_gate_up {name} {rows}", lambda: moe_gate_up(**first)  # type: ignore[arg-type]
-    yield f"moe_down {name} {rows}", lambda: moe_down(**second)  # type: ignore[arg-type]
+    yield f"moe_gate_up {name} {rows}", lambda: moe_gate_up(**first)
+    yield f"moe_down {name} {rows}", lambda: moe_down(**second)
 
 
 def attention(device: str) -> Iterator[Case]:

@@ -378,12 +378,11 @@ def time_calls(run: Callable[[SparseCache], object], caches: list[SparseCache], 
 
 
 def plans(options: argparse.Namespace, device: torch.device) -> list[dict[str, object]]:
-    """A layer by the plan of attend: blocks of a cluster, and pieces of values on the way."""
-    clusters, slots = (4, 5, 6, 7, 8), (1, 2)
-    names = [f"{cluster} x {slot}" for slot in slots for cluster in clusters]
+    """A layer by the blocks of a cluster of attend's kernel, and in two kernels."""
+    clusters = (4, 5, 6, 7, 8)
     say(
-        f"us a layer, by cluster x value slots\n{'context':>20}{'B x R':>8}{'two':>8}"
-        + "".join(f"{n:>8}" for n in names)
+        f"us a layer, by blocks of a cluster\n{'context':>20}{'B x R':>8}{'two':>8}"
+        + "".join(f"{c:>8}" for c in clusters)
     )
     lines: list[dict[str, object]] = []
     for b, r, context in PLANNED:
@@ -395,14 +394,13 @@ def plans(options: argparse.Namespace, device: torch.device) -> list[dict[str, o
         runs: dict[str, Callable[[SparseCache], object]] = {
             "two": lambda cache, layers=layers: layers.all(cache, two=True)
         }
-        for name in names:
-            cluster, slot = (int(number) for number in name.split(" x "))
-            plan = replace(chosen, cluster=cluster, value_slots=slot)
+        for cluster in clusters:
+            plan = replace(chosen, cluster=cluster)
             if plan.fits(shared_limit(device)):
-                runs[name] = lambda cache, layers=layers, plan=plan: layers.all(cache, plan)
+                runs[str(cluster)] = lambda cache, layers=layers, plan=plan: layers.all(cache, plan)
         graphs = {name: chain(run, layers.caches) for name, run in runs.items()}
         times = medians_us(graphs, len(layers.caches), options.rounds)
-        shown = (f"{times[name]:8.2f}" if name in times else f"{'':8}" for name in ("two", *names))
+        shown = (f"{times[name]:8.2f}" if name in times else f"{'':8}" for name in ("two", *map(str, clusters)))
         say(f"{context:>20}{f'{b} x {r}':>8}" + "".join(shown))
         lines.append({"context": context, "sequences": b, "rows": r, "us": {n: round(t, 2) for n, t in times.items()}})
         del graphs

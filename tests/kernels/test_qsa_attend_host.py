@@ -32,7 +32,7 @@ LEFT = 1000.0  # far from any result
 # rows up to position 242 keep everything: four pieces of two blocks
 SMALL = AttendPlan(heads=6, kv_heads=2, dim=64, ratio=4, topk=60, page=16, fp8=False, tile=4, cluster=2)
 MANY = AttendPlan(heads=12, kv_heads=1, dim=64, ratio=4, topk=40, page=16, fp8=False, tile=4, cluster=3)
-WIDE = AttendPlan(heads=4, kv_heads=1, dim=64, ratio=4, topk=40, page=16, fp8=False, tile=2, cluster=3, value_slots=2)
+WIDE = AttendPlan(heads=4, kv_heads=1, dim=64, ratio=4, topk=40, page=16, fp8=False, tile=2, cluster=3)
 
 
 FP8 = replace(SMALL, fp8=True)
@@ -61,7 +61,7 @@ def test_kernel_on_the_host(plan: AttendPlan, rows: int, context: int, tmp_path:
         keeping = [r for r in range(rows) if (int(inputs["first"][b]) + r + 1) // plan.ratio <= plan.topk]
         assert_attended(ours[b : b + 1], one(inputs, b, slice(rows)) | {"ratio": plan.ratio}, keeping)
         assert bool((ours[b, len(keeping) :] == LEFT).all())
-    assert_same(run(replace(plan, tile=2, value_slots=3 - plan.value_slots), inputs, tmp_path, clusters=1), ours)
+    assert_same(run(replace(plan, tile=2), inputs, tmp_path, clusters=1), ours)
     for b, r in ((0, 0), (1, rows - 1)):
         alone = one(inputs, b, slice(r, r + 1))
         alone["first"] = alone["first"] + r

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from stepfloor.kernels._jit import Launch, compile_cuda, device_arch
+from stepfloor.kernels._stream import SHARED_LIMIT_OF_TWO
 
 PIECE = 64  # positions
-CLUSTER = (
-    7  # blocks; an H200 runs 36 such clusters at a time with two blocks a multiprocessor, and 16 sequences want 32
-)
-SHARED_OF_TWO = 113 * 1024
+# Blocks. 16 sequences want 32 clusters, and with two blocks a multiprocessor an H200 runs 30 of eight at a time.
+CLUSTER = 7
 TILES = (4, 2, 1)
 
 
@@ -30,7 +29,6 @@ class AttendPlan:
     ratio, topk  positions of a block, blocks that a row may keep without selecting
     fp8    whether keys and values are E4M3
     tile   most rows of a sequence that share what they read
-    value_slots  pieces of values in shared memory
     over   whether what blocks send each other lies over the pieces: less memory, and a wait for each other more
     """
 
@@ -43,7 +41,6 @@ class AttendPlan:
     fp8: bool
     tile: int
     cluster: int = CLUSTER
-    value_slots: int = 1
     over: bool = False
 
     @property
@@ -65,7 +62,7 @@ class AttendPlan:
     def piece_bytes(self) -> int:
         """Room for keys and values."""
         width = self.dim * (1 if self.fp8 else 2)
-        return PIECE * (width + (32 if self.fp8 else 64)) + self.value_slots * PIECE * (width + 16)
+        return PIECE * (width + (32 if self.fp8 else 64)) + PIECE * (width + 16)
 
     @property
     def least_bytes(self) -> int:
@@ -81,7 +78,7 @@ class AttendPlan:
     @property
     def per_multiprocessor(self) -> int:
         """Blocks of a multiprocessor."""
-        return 2 if self.shared_bytes <= SHARED_OF_TWO else 1
+        return 2 if self.shared_bytes <= SHARED_LIMIT_OF_TWO else 1
 
     def fits(self, shared_limit: int) -> bool:
         """Whether the kernel can be built for these sizes; shared_limit is what a block can have."""
@@ -106,7 +103,6 @@ class AttendPlan:
             "FP8": int(self.fp8),
             "TILE": self.tile,
             "CLUSTER": self.cluster,
-            "VALUE_SLOTS": self.value_slots,
             "PER_SM": self.per_multiprocessor,
             "OVER": int(self.over),
             "SHARED_BYTES": self.shared_bytes,

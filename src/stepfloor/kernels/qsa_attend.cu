@@ -18,7 +18,7 @@
 // PAGE             positions of a page
 // FP8              whether keys and values are E4M3
 // TILE             most rows of a unit
-// CLUSTER          blocks of a cluster; VALUE_SLOTS  pieces of values in shared memory; PER_SM  blocks of a multiprocessor
+// CLUSTER          blocks of a cluster; PER_SM  blocks of a multiprocessor
 // OVER             whether what other blocks send lies over the pieces: they then wait for each other first
 
 constexpr int PIECE = 64;
@@ -39,7 +39,7 @@ constexpr int OWN = (JOINED + CLUSTER - 1) / CLUSTER;   // of them, those that a
 constexpr int TURNS = (OWN * 64 + THREADS - 1) / THREADS;  // of four dimensions a thread
 constexpr int RECEIVED = CLUSTER * OWN * 1024;
 constexpr int VALUES_AT = PIECE * KEY_PITCH;
-constexpr int QUERIES_AT = VALUES_AT + VALUE_SLOTS * PIECE * VALUE_PITCH;
+constexpr int QUERIES_AT = VALUES_AT + PIECE * VALUE_PITCH;
 constexpr int WEIGHTS_AT = QUERIES_AT + TILES * DIM * 32;  // both as matrix steps take them: 16 bytes a lane
 constexpr int BARRIER_AT = WEIGHTS_AT + TILES * PIECE * 32;
 constexpr int FLOATS_AT = BARRIER_AT + 16;
@@ -315,7 +315,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) qsa_attend_kernel(
   extern __shared__ __align__(128) u8 shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int rank = blockIdx.x % CLUSTER;
-  const u32 key_tile = shared_address(shared), value_tiles = key_tile + VALUES_AT;
+  const u32 key_tile = shared_address(shared), value_tile = key_tile + VALUES_AT;
   const u32 queries = key_tile + QUERIES_AT, weights = key_tile + WEIGHTS_AT;
   const u32 received = key_tile + RECEIVED_AT, arrived = key_tile + BARRIER_AT;
   float* const part_max = (float*)(shared + FLOATS_AT);  // [part][M]
@@ -343,15 +343,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) qsa_attend_kernel(
 
     auto places_of = [&](int piece) { return unit.place(a, piece * PIECE + warp * OWN_ROWS + lane % OWN_ROWS); };
     auto request_keys = [&](u32 places) { request(key_tile, KEY_PITCH, a.keys, unit.kv, places, warp * OWN_ROWS); };
-    auto request_values = [&](u32 places, int slot) {
-      request(value_tiles + slot * PIECE * VALUE_PITCH, VALUE_PITCH, a.values, unit.kv, places, warp * OWN_ROWS);
-    };
+    auto request_values = [&](u32 places) { request(value_tile, VALUE_PITCH, a.values, unit.kv, places, warp * OWN_ROWS); };
     u32 places = rank < pieces ? places_of(rank) : 0;
     if ((rank + 1) * PIECE > unit.before) wait_for_predecessor();  // positions of this step
     if (rank < pieces) {
       request_keys(places);
       copies_commit();
-      request_values(places, 0);
+      request_values(places);
       copies_commit();
     }
     wait_for_predecessor();
@@ -376,7 +374,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) qsa_attend_kernel(
 #pragma unroll
     for (int i = 0; i < TILES; i++) most[i][0] = most[i][1] = __uint_as_float(NONE);
     float own_most = __uint_as_float(NONE), own_sum = 0.f;  // of query head threadIdx.x
-    int slot = 0;
 #pragma unroll 1
     for (int piece = rank; piece < pieces; piece += CLUSTER) {
       const bool another = piece + CLUSTER < pieces;
@@ -391,10 +388,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) qsa_attend_kernel(
       __syncthreads();  // keys are read, values of the piece before too
       if (another) request_keys(places);
       copies_commit();
-      if (VALUE_SLOTS > 1) {
-        if (another) request_values(places, slot ^ 1);
-        copies_commit();
-      }
       float own_fade = 1.f;
       if (threadIdx.x < M) {
         float largest = own_most;
@@ -418,7 +411,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) qsa_attend_kernel(
       if (warp < SCORERS) {
         weigh(scores, most, part_sum, weights);
       }
-      copies_wait<VALUE_SLOTS>();  // values of this piece; what has been requested since is of the next one
+      copies_wait<1>();  // values of this piece; the keys of the next one are on their way
       __syncthreads();
       if (threadIdx.x < M) {
         float sum = 0.f;
@@ -434,15 +427,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) qsa_attend_kernel(
           for (int of = 0; of < 4; of++) sums[i][j][of] *= fade[i][of / 2];
         }
       }
-      const u32 value_tile = value_tiles + slot * PIECE * VALUE_PITCH + (warp * 32 + g * 4) * BYTES;
-      add_values(sums, value_tile, weights);
-      if (VALUE_SLOTS > 1) {
-        slot ^= 1;
-      } else {
-        __syncthreads();  // values are read
-        if (another) request_values(places, 0);
-        copies_commit();
-      }
+      add_values(sums, value_tile + (warp * 32 + g * 4) * BYTES, weights);
+      __syncthreads();  // values are read
+      if (another) request_values(places);
+      copies_commit();
     }
 
     if (OVER) {

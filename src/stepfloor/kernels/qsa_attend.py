@@ -169,10 +169,10 @@ def _as_the_kernel_reads(
 
 
 @cache
-def _why_not_cuda(plan: AttendPlan | None, device: torch.device, readable: bool) -> str | None:
+def _why_not_cuda(plan: AttendPlan | None, device: torch.device, suits: bool) -> str | None:
     """Why the CUDA kernel does not run, said once."""
     reason = missing_for_cuda()
-    if reason is None and not readable:
+    if reason is None and not suits:
         reason = "the kernel reads bf16 rows, and contiguous caches in bf16 or E4M3"
     if reason is None and plan is None:
         reason = "the kernel cannot be built for these heads"
