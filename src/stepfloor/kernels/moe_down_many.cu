@@ -129,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) moe_down_products_
   const u32 ring = shared_address(shared), full = shared_address((u8*)&list + LIST_BYTES), empty = full + 8 * SLOTS;
   const u32 ready = empty + 8 * SLOTS;
   if (threadIdx.x == WORKERS) {
-    make_ring(full, empty, SLOTS, WARPS);
+    make_ring(full, empty, SLOTS, WORKERS);
     barrier_init(ready, WORKERS);
     barrier_init_done();
   }
@@ -180,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) moe_down_products_
       piece.close(scales);
     }
     reads_done();
-    if (lane == 0) barrier_arrive(empty + 8 * slot);
+    barrier_arrive(empty + 8 * slot);  // every lane, for what it read itself
     if (++slot == SLOTS) {
       slot = 0;
       parity ^= 1;

@@ -101,10 +101,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + BESIDE / PER_SM, PER_SM) 
   float* sums = (float*)(shared + SLOTS * TILE_BYTES);
   List& list = *(List*)(sums + WARPS * WARPS * SUMS);
   const u32 ring = shared_address(shared), full = shared_address((u8*)&list + LIST_BYTES), empty = full + 8 * SLOTS;
-  const u32 ready = empty + 8 * SLOTS;
+  const u32 ready = empty + 8 * SLOTS, summed = ready + 8;
   if (threadIdx.x == WORKERS) {
-    make_ring(full, empty, SLOTS, WARPS);
+    make_ring(full, empty, SLOTS, WORKERS);
     barrier_init(ready, WORKERS);
+    for (int i = 0; i < WARPS; i++) barrier_init(summed + 8 * i, WORKERS);
     barrier_init_done();
   }
   if (warp < WARPS) list.clear();
@@ -132,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + BESIDE / PER_SM, PER_SM) 
   const u32 codes_at = kept(ring + warp * PIECE_BYTES + codes_in_piece(lane));
   const u32 scales_at = kept(ring + warp * PIECE_BYTES + scales_in_piece(STEPS, lane));
   const u32 mine = kept(warp * SUMS + g * PITCH + 2 * t);
-  int slot = 0, parity = 0, duty = 0, held = -1;
+  int slot = 0, parity = 0, duty = 0, round = 0, held = -1;
 #pragma unroll 1
   for (; at.left > 0; at.advance()) {
     if (GATHER && at.entry != held) {
@@ -152,13 +153,13 @@ extern "C" __global__ void __launch_bounds__(THREADS + BESIDE / PER_SM, PER_SM) 
     for (int i = 0; i < STEPS; i++) piece.add(codes, scales, i, x[2 * i], x[2 * i + 1]);
     piece.close(scales);
     reads_done();
-    if (lane == 0) barrier_arrive(empty + 8 * slot);
+    barrier_arrive(empty + 8 * slot);  // every lane, for what it read itself
     if (++slot == SLOTS) {
       slot = 0;
       parity ^= 1;
     }
-    // Nobody waits but the warp whose turn it is. It has been through every turn between two uses of a buffer, and
-    // those who fill the buffer again have had their own turn since, so it has been read.
+    // A barrier for each buffer; nobody waits but the warp whose turn it is. It has been through every turn between two
+    // uses of a buffer, and those who fill the buffer again have had their own turn since, so it has been read.
     if (2 * t < COLUMNS) {
       float* to = sums + duty * WARPS * SUMS + mine;
       if constexpr (COLUMNS == 1) {
@@ -169,10 +170,10 @@ extern "C" __global__ void __launch_bounds__(THREADS + BESIDE / PER_SM, PER_SM) 
         *(float2*)(to + 8 * PITCH) = make_float2(piece.get(2), piece.get(3));
       }
     }
-    if (warp != duty) {
-      named_barrier_arrive(duty + 1, WORKERS);
-    } else {
-      named_barrier_sync(duty + 1, WORKERS);
+    barrier_arrive(summed + 8 * duty);
+    if (warp == duty) {
+      barrier_wait(summed + 8 * warp, round);
+      round ^= 1;
       for (int e = lane; e < 8 * List::count_of(entry); e += 32) {
         const int channel = e % 8, pair = list.pair[at.entry * GROUP + e / 8], column = GATHER ? e / 8 : pair / TOPK;
         const float* part = sums + duty * WARPS * SUMS + channel * PITCH + column;

@@ -109,7 +109,8 @@ class GateUpPlan:
         columns = self.group if self.gather else self.rows
         slot = WARPS * piece_bytes(self.format, self.steps)
         sums = WARPS * WARPS * 16 * (1 if columns == 1 else columns + columns % 2) * 4
-        return self.slots * (slot + 16) + 8 + sums + list_bytes(self.experts, self.topk, self.rows, self.group)
+        ring = self.slots * (slot + 16) + 8 + 8 * WARPS
+        return ring + sums + list_bytes(self.experts, self.topk, self.rows, self.group)
 
     @property
     def per_multiprocessor(self) -> int:

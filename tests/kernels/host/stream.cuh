@@ -219,7 +219,6 @@ inline Words load_global_streamed(const void* from, u64) { return load_global(fr
 inline u64 load_global_u64_streamed(const void* from, u64) { return load_global_u64(from); }
 inline u16 load_half(const void* from) { return load_scalar<u16>(from); }
 inline float load_global_float(const void* from) { return load_scalar<float>(from); }
-inline void named_barrier_arrive(int id, int threads) { (void)block->barrier_of(id, threads).arrive(); }
 inline void named_barrier_sync(int id, int threads) { block->barrier_of(id, threads).arrive_and_wait(); }
 inline int __shfl_up_sync(u32, int value, int distance) {
   Warp& w = *block->warps[threadIdx.x / 32];

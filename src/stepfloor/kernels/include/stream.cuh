@@ -233,10 +233,7 @@ DEVICE float load_global_float(const void* pointer) {
 
 // ------------------------------------------------------------------ barriers of some warps for others
 
-// Counts this warp in at barrier `id` (1 to 15) and goes on.
-DEVICE void named_barrier_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
-
-// Counts this warp in and waits until all are.
+// Counts this warp in at barrier `id` (1 to 15) and waits until all are.
 DEVICE void named_barrier_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
 // ------------------------------------------------------------------ arithmetic
