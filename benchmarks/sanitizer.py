@@ -7,11 +7,11 @@ Work: every operator of `kernels/` at small odd shapes, CUDA and Triton kernels 
 few eager steps of the shipped model (bf16), and of random small models in formats a and c, with keys and values in fp8
 and the sampler's every stage. Each is first run without a tool, which compiles its kernels and shows its own faults.
 memcheck runs with torch's caching allocator off and padding around every allocation, so a stray access hits nobody's
-memory. racecheck looks at shared memory only, that of torch's own kernels apart, and may not know what a kernel does
-with asynchronous copies: its hazards are listed and have to be read. Two rules of CUDA 13.0's, as its reports show them:
-a lane's arrival at an mbarrier counts for that lane alone, not for those it met in __syncwarp before; and a warp that
-has waited at named barriers no oftener than another does not see what that one stored before it arrived. Clean is what
-has no error of memcheck or synccheck, and no hazard that racecheck calls an error.
+memory. racecheck looks at shared memory only, torch's own kernels apart, and may not know what a kernel does with
+asynchronous copies: its hazards are listed and have to be read. Two rules of CUDA 13.0's, as its reports show them: a
+lane's arrival at an mbarrier counts for that lane alone, not for those it met in __syncwarp before; and a warp that has
+waited at named barriers no oftener than another does not see what that one stored before it arrived. Clean is what has
+no error of memcheck or synccheck, and no hazard that racecheck calls an error.
 """
 
 import argparse

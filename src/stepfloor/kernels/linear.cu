@@ -184,24 +184,28 @@ struct Output {
   int group, rows;
 };
 
-// Adds the slices of `live` weight rows from `first` on, for one tile of x rows.
+// Adds the slices of `live` weight rows from `first` on, for one tile of x rows; a thread has two weight rows.
 DEVICE void reduce(const Output& o, const float* sums, int tile, int first, int live) {
+  constexpr int PAIRS = (REDUCE_ROWS + 1) / 2;
   const int count = min(TILE_ROWS, o.rows - tile * TILE_ROWS);
+  for (int e = threadIdx.x; e < count * STACKS * PAIRS; e += THREADS) {
+    const int n = e % PAIRS * 2, stack = e / PAIRS % STACKS, m = e / (PAIRS * STACKS), x_row = tile * TILE_ROWS + m;
+    float2 value = make_float2(0.f, 0.f);
 #pragma unroll
-  for (int stack = 0; stack < STACKS; stack++) {
-    for (int e = threadIdx.x; e < count * REDUCE_ROWS; e += THREADS) {
-      const int n = e % REDUCE_ROWS, m = e / REDUCE_ROWS;
-      const int block_row = stack * ROWS + first + n, row = o.group * BLOCK_ROWS + block_row;
-      if (n >= live || row >= N) continue;
-      float value = 0.f;
+    for (int slice = 0; slice < SLICES; slice++) {
+      const float2 part = *(const float2*)(sums + ((stack * SLICES + slice) * TILE_ROWS + m) * PITCH + n);
+      value.x += part.x;
+      value.y += part.y;
+    }
 #pragma unroll
-      for (int slice = 0; slice < SLICES; slice++)
-        value += sums[((stack * SLICES + slice) * TILE_ROWS + m) * PITCH + n];
-      const int x_row = tile * TILE_ROWS + m;
+    for (int i = 0; i < 2; i++) {
+      const int block_row = stack * ROWS + first + n + i, row = o.group * BLOCK_ROWS + block_row;
+      if (n + i >= live || row >= N) continue;
+      const float sum = i ? value.y : value.x;
       if (SPLIT > 1)
-        o.partial[x_row * BLOCK_ROWS + block_row] = value;
+        o.partial[x_row * BLOCK_ROWS + block_row] = sum;
       else
-        o.out[x_row * o.stride + column_of(row)] = to_bf16(ROW_SCALES ? value * o.scales[block_row] : value);
+        o.out[x_row * o.stride + column_of(row)] = to_bf16(ROW_SCALES ? sum * o.scales[block_row] : sum);
     }
   }
 }
