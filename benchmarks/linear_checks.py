@@ -27,7 +27,7 @@ from benchmarks.linear_plans import (
     random_matrix,
     streamed,
 )
-from stepfloor.kernels._choose_form import group_variant, plan_stream, share_variant, spread_variant
+from stepfloor.kernels._choose_form import group_variant, plan_stream, share_variant, spread_variant, team_variant
 from stepfloor.kernels._forms import MAX_ROWS, Variant, shared_bytes
 from stepfloor.kernels._stream import (
     CODINGS,
@@ -71,6 +71,13 @@ def checked_plans(family: str, quick: bool, device: torch.device) -> list[tuple[
         return [
             (p, [tall, *dict.fromkeys(v for v in variants if v is not None)])
             for p, variants in shared.items()
+            if any(variants)
+        ]
+    if family.endswith("team"):
+        teams = {p: [team_variant(p, team) for team in (2, 4)] for p in [*every, *odd]}
+        return [
+            (p, [short, tall, *(v for v in variants if v is not None)])
+            for p, variants in teams.items()
             if any(variants)
         ]
     if family.endswith("group"):

@@ -11,7 +11,14 @@ import torch
 
 from benchmarks.harness import multiprocessors
 from stepfloor.formats.codec import PackedWeight, quantize
-from stepfloor.kernels._choose_form import choose_variant, group_variant, plan_stream, share_variant, spread_variant
+from stepfloor.kernels._choose_form import (
+    choose_variant,
+    group_variant,
+    plan_stream,
+    share_variant,
+    spread_variant,
+    team_variant,
+)
 from stepfloor.kernels._forms import Variant, shared_bytes
 from stepfloor.kernels._stream import (
     CODINGS,
@@ -38,10 +45,10 @@ SHAPES = {
 ODD_SHAPES = [(16, 16), (37, 48), (251, 64), (33, 640), (385, 256), (1000, 1040), (5301, 4096)]
 QUICK_SHAPES = ("head", "gdn_in", "qsa_in", "out", "router_shared", "hc_down", "hc_up")
 FORMATS = tuple(name for name in CODINGS if name != "fp8_tensor")  # which runs as fp8_channel does
-PATHS = ("ring", "passes", "cluster", "wide", "spread", "share", "group")
+PATHS = ("ring", "passes", "cluster", "wide", "spread", "share", "team", "group")
 FAMILIES = (
     *PATHS,
-    *(f"{name}{kind}" for name in FORMATS if name != "bf16" for kind in ("", " spread", " share", " group")),
+    *(f"{name}{kind}" for name in FORMATS if name != "bf16" for kind in ("", " spread", " share", " team", " group")),
 )
 
 
@@ -116,11 +123,14 @@ def candidates(n: int, k: int, rows: int, device: torch.device, format_name: str
 
 def other_variants(plan: StreamPlan, rows: int, chosen: Variant, quick: bool) -> dict[str, Variant]:
     """Kernels that could take the place of the default plan's at this row count: a row's bits stay the same."""
+    found: dict[str, Variant] = {}
+    for team in (2, 4) if rows <= 16 else ():
+        if (one := team_variant(plan, team)) is not None:
+            found[f"team of {team}"] = one
     if rows <= 8:
-        return {}
+        return found
     tiles = -(-rows // 16)
     spread = spread_variant(plan, tiles)
-    found: dict[str, Variant] = {}
     if spread is not None:
         found["spread"] = spread
     if spread is not None and (rows > 16 or not quick):
@@ -130,6 +140,8 @@ def other_variants(plan: StreamPlan, rows: int, chosen: Variant, quick: bool) ->
         if rows > 16:
             found["spread, 2 buffers"] = replace(spread, buffers=2, stages=max(2, spread.stages // 2))
             found["spread, 1 buffer"] = replace(spread, buffers=1)
+    if found:
+        found["ring"] = Variant(1, True)
     share = share_variant(plan, tiles)
     if share is not None:
         found["ring" if rows <= 16 else "tiles of 16"] = Variant(1, True)
@@ -153,7 +165,7 @@ def other_variants(plan: StreamPlan, rows: int, chosen: Variant, quick: bool) ->
 
 def family_of(plan: StreamPlan, variant: Variant) -> str:
     """Which check stands for a kernel."""
-    form = ("", "group", "spread", "share")[variant.form]
+    form = ("", "group", "spread", "share", "team")[variant.form]
     if plan.format != "bf16":
         return f"{plan.format} {form}".strip()
     if form:

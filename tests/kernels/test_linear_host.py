@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stepfloor.formats.codec import PackedWeight
 from stepfloor.kernels._choose_form import plan_stream
-from stepfloor.kernels._forms import Variant, block_threads, kernel_macros, shared_bytes, spread_clusters
+from stepfloor.kernels._forms import Variant, block_threads, grid, kernel_macros, shared_bytes
 from stepfloor.kernels._pair import PairPlan, StreamedPair, pair_arguments, pair_bytes, pair_macros, pair_variant
 from stepfloor.kernels._stream import (
     CODINGS,
@@ -129,6 +129,17 @@ SHARE_CASES = [
     ),
 ]
 
+TEAMS = [Variant(1, True, team=team) for team in (2, 4)]
+TEAM_CASES = [
+    # blocks with an odd number of weight rows, one that only helps, the ring goes round, scales of rows
+    *(
+        in_format(name, StreamPlan(35, 1024, 1, 8, 1, 7, 7, 4, 2, 1), "team", [TALL, *TEAMS], "bf16 nvfp4")
+        for name in ("bf16", "fp8_channel", "mxfp8", "nvfp4")
+    ),
+    # an odd number of steps in a piece; padded columns
+    in_format("bf16", StreamPlan(23, 1488, 1, 8, 1, 12, 12, 6, 3, 1), "odd pieces", [TALL, *TEAMS], "bf16"),
+]
+
 
 @pytest.mark.parametrize("case", CASES)
 def test_kernel_on_the_host(case: str, tmp_path: Path) -> None:
@@ -153,6 +164,12 @@ def test_warpgroups_share_a_cluster(plan: StreamPlan, variants: list[Variant], t
     check(plan, variants, tmp_path)
 
 
+@pytest.mark.parametrize(("plan", "variants"), TEAM_CASES)
+def test_blocks_share_a_reading_of_x(plan: StreamPlan, variants: list[Variant], tmp_path: Path) -> None:
+    """The same bits as the ring kernel gives, from sums that cross blocks."""
+    check(plan, variants, tmp_path)
+
+
 def check(plan: StreamPlan, variants: list[Variant], directory: Path) -> None:
     """Right values, the same bits from every variant and for every number of rows, no fault."""
     make = torch.Generator().manual_seed(0)
@@ -164,7 +181,7 @@ def check(plan: StreamPlan, variants: list[Variant], directory: Path) -> None:
     longest = x.new_empty((0, plan.n))
     for variant in variants:
         library = build("linear", LINEAR, kernel_macros(plan, variant), directory)
-        for rows in (min(20, variant.max_rows),) if variant.across_blocks else (3, min(20, variant.max_rows)):
+        for rows in (min(20, variant.max_rows),) if variant.form in (2, 3) else (3, min(20, variant.max_rows)):
             y = run(library, plan, variant, tape, scales, x[:rows])
             assert bool(((y.double() - exact[:rows]).abs() <= bound[:rows]).all())
             shared_rows = min(rows, longest.shape[0])
@@ -285,9 +302,7 @@ def run(
     out = torch.full((rows + 2, n + 3), torch.nan, dtype=torch.bfloat16)
     arguments = ctypes.create_string_buffer(pack_arguments(tape, held[:, : plan.k], out[:rows], scales))
     library.run.argtypes = [ctypes.c_void_p, *[ctypes.c_uint64] * 3, *[ctypes.c_int] * 3, ctypes.c_uint64]
-    blocks, cluster = plan.blocks, plan.split
-    if variant.across_blocks:
-        blocks, cluster = spread_clusters(plan, variant) * WARPS, WARPS
+    blocks, cluster = grid(plan, variant)
     limits = (tape.numel(), size(scales), held.numel() * 2)
     assert library.run(arguments, *limits, blocks, cluster, block_threads(variant), shared_bytes(plan, variant)) == 0
     assert bool(out[rows:].isnan().all())

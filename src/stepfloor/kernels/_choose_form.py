@@ -18,6 +18,7 @@ from stepfloor.kernels._forms import (
     share_rows,
     spread_bytes,
     spread_clusters,
+    team_bytes,
 )
 from stepfloor.kernels._stream import CODINGS, SHARED_LIMIT, STEP_COLUMNS, WARPS, StreamPlan, largest_divisor
 
@@ -46,6 +47,11 @@ def plan_stream(
     steps = -(-total // (slices * split)) * unit
     if steps > KEEP_STEPS and largest_divisor(steps, KEEP_STEPS, unit) < 3:
         steps += -steps % 4
+    # Where x is too long for a warp's registers, teams of four blocks share it: an H200 of 132 multiprocessors runs 30
+    # clusters of four at once.
+    fewer = multiprocessors - multiprocessors // 11
+    if split == stacks == 1 and steps > KEEP_STEPS and n <= 40 * fewer:
+        multiprocessors = fewer
     rows = -(-n // (max(1, multiprocessors // split) * stacks))
     plan = StreamPlan(n, k, split, slices, stacks, rows, rows, steps, steps, 1, format_name)
     row_bytes = plan.unit_bytes(rows) / (rows * unit)  # of a step
@@ -63,7 +69,7 @@ def plan_stream(
     # What streams for longer than a launch takes has a multiprocessor to itself: 120 KB on the way, all registers. One
     # H200, M=1 and 16, against two slots and room for the next kernel: gdn_in 20.8 us for 21.6 and 23.0 for 23.3, out
     # 8.2 for 8.9 and 11.0 for 13.4. Small products fit in two slots and keep the room.
-    fit = 128 * 1024 // (WARPS * plan.piece_bytes)
+    fit = 136 * 1024 // (WARPS * plan.piece_bytes)
     return replace(plan, slots=min(plan.passes * plan.chunks, max(2, fit)))
 
 
@@ -73,7 +79,7 @@ def choose_variant(plan: StreamPlan, rows: int, warpgroups: bool = True) -> Vari
         return Variant(1, False)
     tiles = min(-(-rows // 16), MAX_ROWS // 16)
     if tiles == 1:  # share is faster alone, and slower in a step: 10.72 ms for 10.64 with 4 sequences of 4 rows (H200)
-        return Variant(1, True)
+        return team_variant(plan) or Variant(1, True)
     if warpgroups and (group := group_variant(plan, tiles)) is not None:
         return group
     if warpgroups and (share := share_variant(plan, tiles)) is not None:
@@ -105,6 +111,18 @@ def group_variant(plan: StreamPlan, tiles: int) -> Variant | None:
     return Variant(tiles, True, stage_steps, stages) if stages >= copying_warps(tiles) else None
 
 
+def team_variant(plan: StreamPlan, team: int = 4) -> Variant | None:
+    """The team kernel for 9 to 16 rows, or None where it does not suit the plan.
+
+    One H200, us at 16 rows: out 9.9 for 11.4 in bf16, 8.5 for 9.9 in FP8; router_shared, whose x a warp's registers
+    hold, 5.7 for 5.8.
+    """
+    suits = plan.slices == WARPS and plan.split == plan.passes == 1 and plan.format != "fp8_block"
+    variant = Variant(1, True, team=team)
+    suits = suits and plan.steps > KEEP_STEPS and plan.groups >= team
+    return variant if suits and team_bytes(plan, variant) <= SHARED_LIMIT else None
+
+
 def spread_variant(plan: StreamPlan, tiles: int) -> Variant | None:
     """The spread kernel for this many tiles of x rows, or None where the plan does not suit it.
 
@@ -128,11 +146,11 @@ def spread_variant(plan: StreamPlan, tiles: int) -> Variant | None:
 def share_variant(plan: StreamPlan, tiles: int, clusters: int = 0) -> Variant | None:
     """The share kernel for this many tiles of x rows, or None where a cluster has too many weight rows for it.
 
-    clusters  0 for one fewer than the plan's multiprocessors hold: an H200 runs no more at once
+    clusters  0 for as many as have a block of the plan for each of theirs, 15 at most: an H200 runs no more at once
     """
     if plan.split > 1 or plan.slices < WARPS or plan.format == "fp8_block":
         return None
-    variant = Variant(tiles, True, clusters=clusters or max(1, plan.blocks // WARPS - 1))
+    variant = Variant(tiles, True, clusters=clusters or min(15, -(-plan.blocks // WARPS)))
     warpgroups = -(-share_rows(plan, variant) // 64)
     if warpgroups > 3:
         return None
@@ -149,7 +167,9 @@ def share_variant(plan: StreamPlan, tiles: int, clusters: int = 0) -> Variant | 
 
 
 def with_clusters(plan: StreamPlan, variant: Variant, clusters: int) -> Variant:
-    """The spread or share kernel with so many clusters; spread or ring where those are too few for share."""
+    """The kernel with so many clusters; spread or ring where those are too few for share, ring in place of team."""
+    if variant.team:
+        return Variant(1, True)
     if variant.form == 2:
         return replace(variant, clusters=clusters)
     larger = share_variant(plan, variant.tiles, clusters)

@@ -1,4 +1,4 @@
-"""The forms of `linear.cu`: ring, group, spread and share, and what each is compiled and launched with.
+"""The forms of `linear.cu`: ring, group, spread, share and team, and what each is compiled and launched with.
 
 A Variant names one kernel: its form, and how many rows of x it takes. For the plan of a matrix it fixes the macros, the
 threads of a block and the layout of its shared memory, which the kernel repeats. All of it is arithmetic: no GPU is
@@ -23,6 +23,7 @@ class Variant:
     together     passes that a warp of the spread kernel takes at a time, 0 for the others; buffers  of its sums
     clusters     of the spread and share kernels, 0 for as many as the plan's multiprocessors hold
     warpgroups   of the share kernel, 64 weight rows of a cluster each; 0 for the others
+    team         blocks of a cluster of the team kernel, 0 for the others
     """
 
     tiles: int
@@ -33,21 +34,28 @@ class Variant:
     buffers: int = 1
     clusters: int = 0
     warpgroups: int = 0
+    team: int = 0
 
     @property
     def form(self) -> int:
-        """The FORM of `linear.cu`: 0 ring, 1 group, 2 spread, 3 share."""
+        """The FORM of `linear.cu`: 0 ring, 1 group, 2 spread, 3 share, 4 team."""
+        if self.team:
+            return 4
         return 3 if self.warpgroups else 2 if self.together else int(self.stage_steps > 0)
-
-    @property
-    def across_blocks(self) -> bool:
-        """Whether the slices of a value lie in the eight blocks of a cluster: spread and share."""
-        return self.form >= 2
 
     @property
     def max_rows(self) -> int:
         """Rows one launch takes."""
         return self.tiles * (16 if self.tall else 8)
+
+
+def grid(plan: StreamPlan, variant: Variant) -> tuple[int, int]:
+    """Blocks of the grid and of a cluster: one for each slice in spread and share."""
+    if variant.form in (2, 3):
+        return spread_clusters(plan, variant) * WARPS, WARPS
+    if variant.team:
+        return plan.groups + -plan.groups % variant.team, variant.team
+    return plan.blocks, plan.split
 
 
 def kernel_macros(plan: StreamPlan, variant: Variant) -> dict[str, int]:
@@ -65,6 +73,7 @@ def kernel_macros(plan: StreamPlan, variant: Variant) -> dict[str, int]:
         "CLUSTERS": spread_clusters(plan, variant),
         "BUFFERS": variant.buffers,
         "WARPGROUPS": variant.warpgroups,
+        "TEAM": max(1, variant.team),
         "PER_SM": blocks_per_multiprocessor(plan, variant),
     }
 
@@ -104,7 +113,7 @@ def blocks_per_multiprocessor(plan: StreamPlan, variant: Variant) -> int:
 def shared_bytes(plan: StreamPlan, variant: Variant) -> int:
     """Dynamic shared memory of a block, as `linear.cu` lays it out."""
     if variant.form > 0:
-        return (group_bytes, spread_bytes, share_bytes)[variant.form - 1](plan, variant)
+        return (group_bytes, spread_bytes, share_bytes, team_bytes)[variant.form - 1](plan, variant)
     tile_rows = 16 if variant.tall else 8
     reduce_passes = 1 if plan.passes == 1 else max(1, (16 if variant.tall else 32) // plan.pass_rows)
     widths = reduce_passes * -(-plan.pass_rows // 8)
@@ -154,3 +163,12 @@ def share_bytes(plan: StreamPlan, variant: Variant) -> int:
 def share_rows(plan: StreamPlan, variant: Variant) -> int:
     """Weight rows of a cluster of the share kernel."""
     return -(-plan.n // spread_clusters(plan, variant))
+
+
+def team_bytes(plan: StreamPlan, variant: Variant) -> int:
+    """Shared memory of a block of the team kernel: the ring, its part of x, sums of all slices, scales, barriers."""
+    rows = plan.rows + plan.rows % 2
+    scales = rows if plan.format in ("fp8_channel", "fp8_tensor", "nvfp4") else 0
+    sums = WARPS * variant.max_rows * rows
+    ring = WARPS * plan.slots * (plan.piece_bytes + 8)
+    return ring + WARPS // variant.team * plan.steps * 1024 + (sums + scales) * 4 + 8

@@ -15,9 +15,9 @@ from torch import Tensor
 from stepfloor.formats.codec import PackedWeight
 from stepfloor.kernels._choose_form import choose_variant, has_warpgroups, with_clusters
 from stepfloor.kernels._experts import contiguous_rows
-from stepfloor.kernels._forms import Variant, block_threads, kernel_macros, shared_bytes, spread_clusters
+from stepfloor.kernels._forms import Variant, block_threads, grid, kernel_macros, shared_bytes
 from stepfloor.kernels._jit import Launch, compile_cuda, device_arch
-from stepfloor.kernels._stream import WARPS, StreamPlan, dense_matrix, unpack_tape
+from stepfloor.kernels._stream import StreamPlan, dense_matrix, unpack_tape
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,10 +78,11 @@ def fit_variant(plan: StreamPlan, variant: Variant, device: torch.device, cache_
 
     132 multiprocessors hold 16 clusters of 8 blocks, but an H200 runs 15: those of a cluster lie in one part of it.
     """
-    if not variant.across_blocks:
+    blocks, cluster = grid(plan, variant)
+    if variant.form < 2:
         return variant
     at_once = launch_for(plan, variant, device, cache_dir).clusters_at_once
-    if at_once >= spread_clusters(plan, variant):
+    if at_once >= blocks // cluster:
         return variant
     return with_clusters(plan, variant, max(1, at_once))
 
@@ -92,13 +93,6 @@ def launch_for(
 ) -> Launch:
     """The compiled kernel, once a process: plans are few and modules are not unloaded."""
     cubin = compile_cuda("linear.cu", kernel_macros(plan, variant), device_arch(device), cache_dir)
-    return Launch(
-        cubin,
-        "linear_kernel",
-        device,
-        spread_clusters(plan, variant) * WARPS if variant.across_blocks else plan.blocks,
-        block_threads(variant),
-        shared_bytes(plan, variant),
-        cluster=WARPS if variant.across_blocks else plan.split,
-        dependent=dependent,
-    )
+    blocks, cluster = grid(plan, variant)
+    shared = shared_bytes(plan, variant)
+    return Launch(cubin, "linear_kernel", device, blocks, block_threads(variant), shared, cluster, dependent)

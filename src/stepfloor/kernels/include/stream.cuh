@@ -422,6 +422,11 @@ DEVICE void send_peer(u32 remote, const float (&v)[1], u32 remote_barrier) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(remote), "f"(v[0]), "r"(remote_barrier)
                : "memory");
 }
+DEVICE void send_peer(u32 remote, const float (&v)[2], u32 remote_barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(remote), "f"(v[0]), "f"(v[1]),
+               "r"(remote_barrier)
+               : "memory");
+}
 DEVICE void send_peer(u32 remote, const float (&v)[4], u32 remote_barrier) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(remote), "f"(v[0]),
                "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(remote_barrier)
