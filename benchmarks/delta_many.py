@@ -50,21 +50,21 @@ Queue = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a call is made; ring: states in shared memory of the two kernels, None for the fused one."""
+    """How a call is made: by the fused kernel, or by two."""
 
-    ring: int | None = None
+    two: bool = False
     settled: bool = True
     first_only: bool = False  # the kernel of the rows alone, for its time
 
     @property
     def name(self) -> str:
         """In the tables."""
-        kernels = "fused" if self.ring is None else f"split, {self.ring} states"
+        kernels = "two kernels" if self.two else "fused"
         return kernels + ("" if self.settled else ", not settled") + (", rows only" if self.first_only else "")
 
     def split(self, rows: int, kept: int) -> SplitPlan | None:
         """The plan of the two kernels, if it is theirs."""
-        return None if self.ring is None else SplitPlan(base_plan(rows, kept), self.ring, self.settled)
+        return SplitPlan(base_plan(rows, kept), self.settled) if self.two else None
 
     def fits(self, rows: int, kept: int) -> bool:
         """Whether there is room for that many rows."""
@@ -72,9 +72,9 @@ class Form:
         return split is None or split.fits()
 
 
-FORMS = [Form(), *(Form(ring) for ring in (3, 2, 1))]
-UNSETTLED = [Form(settled=False), Form(3, settled=False), Form(2, settled=False)]
-ROWS_ONLY = Form(3, first_only=True)
+FORMS = [Form(), Form(two=True)]
+UNSETTLED = [Form(settled=False), Form(two=True, settled=False)]
+ROWS_ONLY = Form(two=True, first_only=True)
 
 
 def base_plan(rows: int, kept: int) -> DeltaPlan:

@@ -53,7 +53,7 @@ from stepfloor.kernels._choose_form import plan_stream
 from stepfloor.kernels._pair import StreamedPair
 from stepfloor.kernels._stream_product import StreamedWeight
 
-GPU = types.SimpleNamespace(name="no GPU", multi_processor_count=132)
+GPU = types.SimpleNamespace(name="no GPU", multi_processor_count=132, shared_memory_per_multiprocessor=228 * 1024)
 MODULES = {
     f"benchmarks.{module.__name__.split('.')[-1]}": module
     for module in (delta_many, delta_net, edges, experts, hyper_connection, linear, pairs, sampling, sparse_attention)
@@ -441,8 +441,8 @@ def test_delta_many(
     assert run("benchmarks.delta_many", "--rounds", "2", "--json", str(output)) == 0
     found, printed = json.loads(output.read_text()), capsys.readouterr().out
     assert set(found["us"]) == {"1x1", "2x2"}
-    assert {"floor", "fused", "split, 3 states", "row of fused"} <= set(found["us"]["2x2"])
-    assert re.search(r"^split, 3 states, rows only +-?\d", printed, re.MULTILINE)
+    assert {"floor", "fused", "two kernels", "row of fused"} <= set(found["us"]["2x2"])
+    assert re.search(r"^two kernels, rows only +-?\d", printed, re.MULTILINE)
 
 
 HYPER = (hyper_connection,)

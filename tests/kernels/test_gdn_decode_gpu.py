@@ -60,9 +60,9 @@ def test_compiles(arch: str, tmp_path: Path) -> None:
     for plan in (MODEL, wide, replace(MODEL, cols=8, parts=2, early=3)):
         assert compile_cuda("gdn_decode.cu", plan.macros(), arch, tmp_path).startswith(b"\x7fELF")
     small = replace(MODEL, key_heads=2, heads=4, key_dim=64, value_dim=64, rows=1, kept=4)
-    for split in (SplitPlan(MODEL, 3, True), SplitPlan(wide, 2, False), SplitPlan(small, 1, True)):
-        assert compile_cuda("gdn_rows.cu", split.row_macros(), arch, tmp_path).startswith(b"\x7fELF")
-        assert compile_cuda("gdn_state.cu", split.state_macros(), arch, tmp_path).startswith(b"\x7fELF")
+    for split in (SplitPlan(MODEL, True), SplitPlan(wide, False, 2), SplitPlan(small, True)):
+        assert compile_cuda("gdn_rows.cu", split.macros(), arch, tmp_path).startswith(b"\x7fELF")
+        assert compile_cuda("gdn_state.cu", split.macros(), arch, tmp_path).startswith(b"\x7fELF")
 
 
 def settled(inputs: dict[str, Any]) -> Tensor:

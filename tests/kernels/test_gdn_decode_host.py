@@ -45,12 +45,12 @@ CASES: dict[str, list[DeltaPlan | SplitPlan]] = {
         NARROW,
         replace(NARROW, early=3),
         replace(NARROW, parts=1),
-        SplitPlan(NARROW, ring=1, settled=True),
-        SplitPlan(NARROW, ring=3, settled=True),
+        SplitPlan(NARROW, settled=True),
+        SplitPlan(NARROW, settled=True, halves=2),
     ],
     "two value heads a key head": [
         GROUPED,
-        SplitPlan(GROUPED, ring=2, settled=False),
+        SplitPlan(GROUPED, settled=False),
     ],
 }
 
@@ -131,11 +131,9 @@ def run(plan: DeltaPlan | SplitPlan, inputs: dict[str, Any], directory: Path) ->
     if isinstance(plan, SplitPlan):
         scratch = torch.full((sum(plan.scratch(sequences)),), torch.nan)
         packed = pack_split_arguments(plan, **operands, out=out, scratch=scratch)
-        call("gdn_rows", plan.row_macros(), "1", packed, [*tensors, scratch], plan.row_blocks(sequences), 0, directory)
-        # as if there were one multiprocessor: with a ring, a block has several units
-        blocks = plan.state_blocks(sequences, 1)
-        macros, shared_bytes = plan.state_macros(), plan.state_bytes
-        call("gdn_state", macros, "1", packed, [*tensors, scratch], blocks, shared_bytes, directory)
+        call("gdn_rows", plan.macros(), "1", packed, [*tensors, scratch], plan.row_blocks(sequences), 0, directory)
+        # one block has all units in turn
+        call("gdn_state", plan.macros(), "1", packed, [*tensors, scratch], 1, plan.state_bytes, directory)
         return out
     to = kept if plan.joined else [tensor.clone() for tensor in kept]
     packed = pack_arguments(**operands, out=out, raw_to=to[0], gates_to=to[1])

@@ -1,6 +1,7 @@
 """`gdn_rows.cu` and `gdn_state.cu`, the same step in two kernels for many sequences: their plan and their launch.
 
-The first makes the operands of every row once, the second runs the recurrence with states on their way to a block.
+The first makes the operands of every row once, the second runs the recurrence: two blocks a multiprocessor, so that one
+works while the other's state is on its way.
 Source: gdn_decode.py, which has the operator and its reference; `include/delta_split.cuh` has what both kernels share.
 """
 
@@ -17,11 +18,10 @@ from stepfloor.kernels._delta_fused import MOST_ROWS, MOST_SHARED, DeltaPlan
 from stepfloor.kernels._jit import Launch, compile_cuda, device_arch
 
 ROW_WARPS = 4  # of a block of gdn_rows.cu
-MOST_THREADS = 512  # of a block of gdn_state.cu
+MOST_THREADS = 256  # of a block of gdn_state.cu: two blocks have 128 registers a thread
 # Sequences from which two kernels take over. Between its neighbours, settled, H200: 7.3 us against 8.8 at 2 sequences,
 # 11.1 against 13.5 at 4, 31.5 against 50.3 at 16, 45 against 66 at 16 with four rows each.
 SPLIT_FROM = 2
-SPLIT_RINGS = (3, 2, 1)  # the first that fits
 WHOLE_WIDTHS = (32, 64, 128, 256)  # heads of which a lane of gdn_rows.cu loads its channels at once
 
 
@@ -30,18 +30,18 @@ class SplitPlan:
     """A specialisation of `gdn_rows.cu` and `gdn_state.cu`, for many sequences; same bits as the fused kernel's.
 
     base     sizes, rows, activation and columns of a warp
-    ring     states in the shared memory of a block of `gdn_state.cu`: one is worked on, the others are on their way
     settled  whether the call is: kept rows and states are then read before the kernel before has ended
+    halves   what a quad of a state's rows leaves in: 1, or 2 parts where shared memory is short
     """
 
     base: DeltaPlan
-    ring: int
     settled: bool
+    halves: int = 1
 
     @property
     def threads(self) -> int:
         """Threads of a block of `gdn_state.cu`."""
-        return (self.base.value_dim // self.base.cols + 1) * 32
+        return self.base.value_dim // self.base.cols * 32
 
     @property
     def gates(self) -> int:
@@ -57,15 +57,17 @@ class SplitPlan:
         operands = (p.rows + every) * p.key_dim + 2 * self.gates + every * p.value_dim
         results = p.rows * (p.value_dim + p.value_dim // p.cols)
         one = 4 * (operands + results)
-        return self.ring * (4 * p.key_dim * p.value_dim + 16) + 2 * (one + -one % 16) + 32
+        part = 512 * 4 * p.value_dim // (p.cols * self.halves)  # of a state, as it leaves
+        return 4 * p.key_dim * p.value_dim + part + 2 * (one + -one % 16) + 32
 
     def row_blocks(self, sequences: int) -> int:
         """Blocks of `gdn_rows.cu`."""
         return -(-sequences * (2 * self.base.key_heads + self.base.heads) // ROW_WARPS)
 
-    def state_blocks(self, sequences: int, multiprocessors: int) -> int:
-        """Blocks of `gdn_state.cu`: one for each multiprocessor, if there is work for it."""
-        return min(sequences * self.base.heads, multiprocessors)
+    def state_blocks(self, sequences: int, multiprocessors: int, shared_memory: int) -> int:
+        """Blocks of `gdn_state.cu`: as many as run at once, two a multiprocessor if it has the bytes, and have work."""
+        at_once = 2 if 2 * (self.state_bytes + 1024) <= shared_memory else 1  # 1 KB of every block is the system's
+        return min(sequences * self.base.heads, multiprocessors * at_once)
 
     def scratch(self, sequences: int) -> tuple[int, int]:
         """Floats that the first kernel hands to the second: queries and keys; decays, betas and values."""
@@ -89,15 +91,11 @@ class SplitPlan:
             and self.state_bytes <= shared_limit
         )
 
-    def row_macros(self) -> dict[str, int]:
-        """The macros that specialise `gdn_rows.cu`."""
+    def macros(self) -> dict[str, int]:
+        """The macros that specialise both kernels."""
         names = ("KEY_HEADS", "HEADS", "K", "V", "ROWS", "KEPT", "SILU", "COLS")
         every = self.base.macros()
-        return {name: every[name] for name in names} | {"SETTLED": int(self.settled)}
-
-    def state_macros(self) -> dict[str, int]:
-        """The macros that specialise `gdn_state.cu`."""
-        return self.row_macros() | {"RING": self.ring}
+        return {name: every[name] for name in names} | {"SETTLED": int(self.settled), "HALVES": self.halves}
 
 
 def choose_split(plan: DeltaPlan, sequences: int, settled: bool, shared_limit: int) -> SplitPlan | None:
@@ -107,7 +105,7 @@ def choose_split(plan: DeltaPlan, sequences: int, settled: bool, shared_limit: i
     """
     if sequences < SPLIT_FROM:
         return None
-    splits = (SplitPlan(plan, ring, settled) for ring in SPLIT_RINGS)
+    splits = (SplitPlan(plan, settled, halves) for halves in (1, 2))
     return next((split for split in splits if split.fits(shared_limit)), None)
 
 
@@ -117,9 +115,10 @@ def split_launches_for(
 ) -> tuple[Launch, Launch]:
     """The two compiled kernels in their order; the second always waits for the first itself. See `launch_for`."""
     arch = device_arch(device)
-    rows = compile_cuda("gdn_rows.cu", plan.row_macros(), arch, cache_dir)
-    state = compile_cuda("gdn_state.cu", plan.state_macros(), arch, cache_dir)
-    blocks = plan.state_blocks(sequences, torch.cuda.get_device_properties(device).multi_processor_count)
+    rows = compile_cuda("gdn_rows.cu", plan.macros(), arch, cache_dir)
+    state = compile_cuda("gdn_state.cu", plan.macros(), arch, cache_dir)
+    properties = torch.cuda.get_device_properties(device)
+    blocks = plan.state_blocks(sequences, properties.multi_processor_count, properties.shared_memory_per_multiprocessor)
     return (
         Launch(rows, "gdn_rows_kernel", device, plan.row_blocks(sequences), ROW_WARPS * 32, 0, dependent=dependent),
         Launch(state, "gdn_state_kernel", device, blocks, plan.threads, plan.state_bytes),
