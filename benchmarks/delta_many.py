@@ -50,21 +50,21 @@ Queue = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a call is made: by the fused kernel, or by two."""
+    """How a call is made; ring: that of the second of two kernels (see SplitPlan), None for the fused one."""
 
-    two: bool = False
+    ring: int | None = None
     settled: bool = True
     first_only: bool = False  # the kernel of the rows alone, for its time
 
     @property
     def name(self) -> str:
         """In the tables."""
-        kernels = "two kernels" if self.two else "fused"
+        kernels = "fused" if self.ring is None else f"ring of {self.ring}" if self.ring else "two blocks"
         return kernels + ("" if self.settled else ", not settled") + (", rows only" if self.first_only else "")
 
     def split(self, rows: int, kept: int) -> SplitPlan | None:
         """The plan of the two kernels, if it is theirs."""
-        return SplitPlan(base_plan(rows, kept), self.settled) if self.two else None
+        return None if self.ring is None else SplitPlan(base_plan(rows, kept), self.settled, self.ring)
 
     def fits(self, rows: int, kept: int) -> bool:
         """Whether there is room for that many rows."""
@@ -72,9 +72,9 @@ class Form:
         return split is None or split.fits()
 
 
-FORMS = [Form(), Form(two=True)]
-UNSETTLED = [Form(settled=False), Form(two=True, settled=False)]
-ROWS_ONLY = Form(two=True, first_only=True)
+FORMS = [Form(), *(Form(ring) for ring in (0, 3, 2))]
+UNSETTLED = [Form(settled=False), Form(0, settled=False), Form(2, settled=False)]
+ROWS_ONLY = Form(0, first_only=True)
 
 
 def base_plan(rows: int, kept: int) -> DeltaPlan:

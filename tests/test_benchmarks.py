@@ -441,8 +441,8 @@ def test_delta_many(
     assert run("benchmarks.delta_many", "--rounds", "2", "--json", str(output)) == 0
     found, printed = json.loads(output.read_text()), capsys.readouterr().out
     assert set(found["us"]) == {"1x1", "2x2"}
-    assert {"floor", "fused", "two kernels", "row of fused"} <= set(found["us"]["2x2"])
-    assert re.search(r"^two kernels, rows only +-?\d", printed, re.MULTILINE)
+    assert {"floor", "fused", "two blocks", "row of fused"} <= set(found["us"]["2x2"])
+    assert re.search(r"^two blocks, rows only +-?\d", printed, re.MULTILINE)
 
 
 HYPER = (hyper_connection,)

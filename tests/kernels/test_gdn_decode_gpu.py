@@ -40,6 +40,12 @@ def test_plans_of_many_sequences() -> None:
                 assert split is not None or (limit < MOST_SHARED and rows > 4)
                 assert split is None or split.state_bytes <= limit
             assert choose_split(base, SPLIT_FROM - 1, True, MOST_SHARED) is None
+    rings = {
+        (b, r): choose_split(replace(MODEL, rows=r, kept=r), b, True, MOST_SHARED).ring
+        for b in (2, 4, 16)
+        for r in (1, 4)
+    }
+    assert rings == {(2, 1): 3, (2, 4): 3, (4, 1): 0, (4, 4): 0, (16, 1): 3, (16, 4): 0}
     # a head whose channels no load of a lane covers at once
     assert choose_split(replace(MODEL, key_dim=96), 16, True, MOST_SHARED) is None
 
@@ -60,9 +66,11 @@ def test_compiles(arch: str, tmp_path: Path) -> None:
     for plan in (MODEL, wide, replace(MODEL, cols=8, parts=2, early=3)):
         assert compile_cuda("gdn_decode.cu", plan.macros(), arch, tmp_path).startswith(b"\x7fELF")
     small = replace(MODEL, key_heads=2, heads=4, key_dim=64, value_dim=64, rows=1, kept=4)
-    for split in (SplitPlan(MODEL, True), SplitPlan(wide, False, 2), SplitPlan(small, True)):
+    pairs = SplitPlan(MODEL, True), SplitPlan(wide, False, halves=2), SplitPlan(small, True)
+    for split in (*pairs, SplitPlan(MODEL, True, 3), SplitPlan(wide, False, 2), SplitPlan(small, True, 1)):
         assert compile_cuda("gdn_rows.cu", split.macros(), arch, tmp_path).startswith(b"\x7fELF")
-        assert compile_cuda("gdn_state.cu", split.macros(), arch, tmp_path).startswith(b"\x7fELF")
+        stem = "gdn_state_ring" if split.ring else "gdn_state"
+        assert compile_cuda(f"{stem}.cu", split.macros(), arch, tmp_path).startswith(b"\x7fELF")
 
 
 def settled(inputs: dict[str, Any]) -> Tensor:

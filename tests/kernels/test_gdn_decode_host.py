@@ -47,10 +47,13 @@ CASES: dict[str, list[DeltaPlan | SplitPlan]] = {
         replace(NARROW, parts=1),
         SplitPlan(NARROW, settled=True),
         SplitPlan(NARROW, settled=True, halves=2),
+        SplitPlan(NARROW, settled=True, ring=1),
+        SplitPlan(NARROW, settled=True, ring=3),
     ],
     "two value heads a key head": [
         GROUPED,
         SplitPlan(GROUPED, settled=False),
+        SplitPlan(GROUPED, settled=False, ring=2),
     ],
 }
 
@@ -133,7 +136,16 @@ def run(plan: DeltaPlan | SplitPlan, inputs: dict[str, Any], directory: Path) ->
         packed = pack_split_arguments(plan, **operands, out=out, scratch=scratch)
         call("gdn_rows", plan.macros(), "1", packed, [*tensors, scratch], plan.row_blocks(sequences), 0, directory)
         # one block has all units in turn
-        call("gdn_state", plan.macros(), "1", packed, [*tensors, scratch], 1, plan.state_bytes, directory)
+        call(
+            "gdn_state_ring" if plan.ring else "gdn_state",
+            plan.macros(),
+            "1",
+            packed,
+            [*tensors, scratch],
+            1,
+            plan.state_bytes,
+            directory,
+        )
         return out
     to = kept if plan.joined else [tensor.clone() for tensor in kept]
     packed = pack_arguments(**operands, out=out, raw_to=to[0], gates_to=to[1])
