@@ -23,9 +23,9 @@ MOST_THREADS = {False: 256, True: 512}  # of a block of gdn_state.cu, and of gdn
 # Sequences from which two kernels take over. Between its neighbours, settled, H200: 7.3 us against 8.8 at 2 sequences,
 # 11.1 against 13.5 at 4, 31.5 against 50.3 at 16, 45 against 66 at 16 with four rows each.
 SPLIT_FROM = 2
-# The ring's form serves 2 sequences, and one row of so many; the other one what lies between, and several rows. In a step
-# the latter took 10.35 ms for 10.46 at 4 sequences of 4 rows, 5.06 for 5.13 at 4 of one, 22.41 for 22.47 at 16 of 4, but
-# 9.44 for 9.37 at 16 of one (H200).
+# The ring's form serves 2 sequences, and one row of so many; the other one what lies between, and several rows. In a
+# step the latter took 10.35 ms for 10.46 at 4 sequences of 4 rows, 5.06 for 5.13 at 4 of one, 22.41 for 22.47 at 16 of
+# 4, but 9.44 for 9.37 at 16 of one (H200).
 RING_FROM = 8
 RINGS = (3, 2, 1)  # the first that fits
 WHOLE_WIDTHS = (32, 64, 128, 256)  # heads of which a lane of gdn_rows.cu loads its channels at once

@@ -1,5 +1,5 @@
 // The first of two kernels of a decode step with many sequences: what the delta rule takes of every pending and new row.
-// Convolution and silu, unit norms, decay and beta, each once; gdn_state.cu goes on from there. Source: gdn_decode.py.
+// Convolution and silu, unit norms, decay and beta, each once; gdn_state.cu or gdn_state_ring.cu goes on from there. Source: gdn_decode.py.
 //
 // A warp has a head of q, k or v of one sequence, a lane K / 32 neighbouring channels of it (V / 32), all rows. It alone reads
 // and rewrites them among the kept rows, so nothing is exchanged but the sum of a norm and nobody waits for anybody.

@@ -1,4 +1,4 @@
-// What gdn_rows.cu hands to gdn_state.cu. Include it after delta_rule.cuh; includes nothing itself.
+// What gdn_rows.cu hands to the kernel of the state. Include it after delta_rule.cuh; includes nothing itself.
 #pragma once
 
 // KEY_HEADS, HEADS, K, V  sizes; GROUP = HEADS / KEY_HEADS value heads share a key head

@@ -1,4 +1,4 @@
-// What the two kernels of the state share: gdn_state.cu and gdn_state_ring.cu, one step each of a head of one sequence, a unit.
+// What the two forms of the state's kernel share, gdn_state.cu and gdn_state_ring.cu. A unit is a head of one sequence.
 // Include it after delta_rule.cuh and delta_split.cuh; includes nothing itself.
 #pragma once
 
@@ -93,7 +93,8 @@ struct Rows {
     for (int i = 0; i < CLOSED; i++) {
       const int row = at.tid / (V / 4) + i * ROWS_AT_ONCE;
       if (row < ROWS)
-        close_four(out + (long long)row * HEADS * V, mixed + row * V + at.last, gates.z[i], norm, head_scale(squares + row * HEAD_WARPS, a.eps));
+        close_four(out + (long long)row * HEADS * V, mixed + row * V + at.last, gates.z[i], norm,
+                   head_scale(squares + row * HEAD_WARPS, a.eps));
     }
   }
 };
