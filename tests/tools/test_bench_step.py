@@ -1,19 +1,34 @@
 """bench step on the CPU with the small model's shape, and what it makes of a trace."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 
+import stepfloor
 from stepfloor.config import EngineConfig, ModelConfig
 from stepfloor.engine import Engine
 from stepfloor.errors import UserError
 from stepfloor.tools.bench import step as bench
 from stepfloor.tools.bench.profile import Event, summarise
-from stepfloor.tools.bench.step import MIXES, Cell, Plan, bench_steps, random_checkpoint, run_and_report
+from stepfloor.tools.bench.step import (
+    MIXES,
+    Cell,
+    ExpertCounter,
+    Plan,
+    bench_steps,
+    random_checkpoint,
+    run_and_report,
+    why_void,
+)
 from stepfloor.weights.checkpoint import Checkpoint
 from tests.checkpoints import tiny_config
+
+FULL = Path(stepfloor.__file__).parent / "shipped/full_config.json"
 
 
 def plan(**changes: object) -> Plan:
@@ -71,6 +86,42 @@ def test_room_as_a_server_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (cell,), _ = bench_steps(checkpoint, plan(max_model_len=500, prefill_tokens=0, count_experts=False), print, True)
     assert {config.max_model_len for config in configs} == {500}
     assert cell.step_ms > 0
+
+
+def test_a_step_with_few_experts_is_seen() -> None:
+    """A mean hides a step whose rows agree; the counts of a step are kept until its last layer."""
+    first, last, drafter = SimpleNamespace(), SimpleNamespace(), SimpleNamespace()
+    model = SimpleNamespace(
+        config=SimpleNamespace(num_hidden_layers=2, num_experts=9),
+        drafter=SimpleNamespace(layer=drafter),
+        embedding=torch.empty(1),
+        layers=(first, last),
+    )
+    counter = ExpertCounter(cast(Any, model), 2)
+
+    def step(*chosen: list[list[int]]) -> None:
+        for layer, ids in zip((first, last), chosen, strict=True):
+            counter(cast(Any, layer), torch.tensor(ids))
+        counter(cast(Any, drafter), torch.tensor([[0, 1], [2, 3]]))
+
+    step([[0, 1], [0, 1]], [[0, 1], [0, 1]])
+    counter.begin()
+    step([[0, 1], [2, 3]], [[8, 7], [6, 5]])
+    counter(cast(Any, first), torch.tensor([[0, 1], [2, 3], [4, 5]]))  # a prompt's
+    step([[0, 1], [1, 2]], [[4, 4], [4, 4]])
+    assert counter.counted(2) == (2.0, 3.0, 4.0)
+
+
+def test_routing_that_is_not_uniform_voids_a_cell() -> None:
+    full = ModelConfig.read(FULL)
+    # 4 rows of 48 layers: uniform routing has 38.8
+    assert why_void((38.4, 38.8, 39.2), 4, full) is None
+    assert "33.0 to 39.0" in (why_void((33.0, 38.8, 39.0), 4, full) or "")
+    assert "34.1 in the mean" in (why_void((34.0, 34.1, 34.2), 4, full) or "")
+    # few layers of few experts: steps differ by more
+    small = replace(full, num_experts=8, num_experts_per_tok=2, layer_types=full.layer_types[:4])
+    assert why_void((2.5, 3.5, 4.0), 2, small) is None
+    assert why_void((10.0, 10.0, 10.0), 1, full) is None
 
 
 def test_real_acceptance_is_measured(tmp_path: Path) -> None:

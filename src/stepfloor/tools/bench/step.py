@@ -6,6 +6,7 @@ kinder than real ones, so a second, untimed run of the same cell counts the dist
 """
 
 import json
+import math
 import statistics
 import sys
 import time
@@ -67,8 +68,8 @@ class Cell:
     """One measured cell; times in milliseconds, bandwidth in GB/s.
 
     acceptance  tokens a sequence is made to take a step; None: what the target accepted
-    experts     distinct experts of a layer and step, mean over all; None: not counted; expected  under uniform routing
-    void        why the cell does not count, or None
+    experts     distinct experts of a layer: least of a step, mean over all, most of a step; None: not counted
+    expected_experts  under uniform routing; void  why the cell does not count, or None
     losses      time beyond the bytes by kind of kernel, where a profile was taken
     """
 
@@ -87,7 +88,7 @@ class Cell:
     bandwidth_gbps: float
     floor_ms: float
     fraction: float
-    experts: float | None
+    experts: tuple[float, float, float] | None
     expected_experts: float
     void: str | None
     profile: Profile | None
@@ -96,7 +97,7 @@ class Cell:
     def line(self) -> str:
         """One row of the table."""
         kernels = f"{self.profile.kernels:7.0f}" if self.profile else "      -"
-        counted = "     -" if self.experts is None else f"{self.experts:6.1f}"
+        counted = "     -" if self.experts is None else f"{self.experts[1]:6.1f}"
         return (
             f"{self.format:>3} {self.sequences:4} {self.spec_tokens:2} {self.context:7} {self.step_ms:8.3f} "
             f"{self.median_ms:8.3f} {self.p95_ms:8.3f} {self.tokens_per_s:9.1f} {self.step_bytes / 1e9:7.2f} "
@@ -237,9 +238,8 @@ def _measure(
         counting = engine(replace(stripped, on_routed=counter))
         for _ in _steps(counting, plan, sequences, k, context, forced, counter.begin):
             pass
-        measured = counter.mean(plan.steps)
-        if abs(measured / expected - 1) > UNIFORM_TOLERANCE:
-            void = f"{measured:.1f} distinct experts a layer, uniform routing has {expected:.1f}"
+        measured = counter.counted(plan.steps)
+        void = why_void(measured, sequences * (k + 1), checkpoint.config)
     step = checkpoint_step_bytes(checkpoint.config, checkpoint.weights, sequences, k, context)
     floor = Floor(step, bandwidth_gbps)
     return Cell(
@@ -306,6 +306,26 @@ def _steps(
         pass
 
 
+def why_void(counted: tuple[float, float, float], rows: int, config: ModelConfig) -> str | None:
+    """What keeps a cell from counting: routing that is not uniform, in the mean or in one step; None if nothing does.
+
+    counted  distinct experts a layer, least of a step, mean, most of a step
+    A step may be off by UNIFORM_TOLERANCE, or by five deviations where layers and experts are few.
+    """
+    n, chosen, (least, mean, most) = config.num_experts, config.num_experts_per_tok, counted
+    expected = distinct_experts(rows, n, chosen)
+    # of an expert, and of two, that no row chooses them
+    one, two = (1 - chosen / n) ** rows, ((n - chosen) * (n - chosen - 1) / (n * (n - 1))) ** rows
+    deviation = math.sqrt(max(0.0, n * one * (1 - one) + n * (n - 1) * (two - one**2)) / config.num_hidden_layers)
+    room = max(UNIFORM_TOLERANCE * expected, 5 * deviation)
+    if abs(mean - expected) <= UNIFORM_TOLERANCE * expected and expected - room <= least <= most <= expected + room:
+        return None
+    return (
+        f"{least:.1f} to {most:.1f} distinct experts a layer by the step, {mean:.1f} in the mean; "
+        f"uniform routing has {expected:.1f}"
+    )
+
+
 class ExpertCounter:
     """Counts the distinct experts of every target layer and step, on the device, inside the captured step.
 
@@ -316,26 +336,38 @@ class ExpertCounter:
         config = model.config
         self._rows = rows
         self._drafter = None if model.drafter is None else model.drafter.layer
-        self._layers = config.num_hidden_layers
+        self._last, self._layers = model.layers[-1], config.num_hidden_layers
         device = model.embedding.device
         self._seen = torch.zeros(config.num_experts, dtype=torch.int64, device=device)
-        self._total = torch.zeros((), dtype=torch.int64, device=device)
         self._ones = torch.ones((), dtype=torch.int64, device=device)
+        # of the step that is counted, of all; least and most of a step
+        self._step, self._total, self._least, self._most = torch.zeros((4, 1), dtype=torch.int64, device=device)
+        self.begin()
 
     def __call__(self, layer: Layer, ids: Tensor) -> None:
         if layer is self._drafter or ids.shape[0] != self._rows:
             return
         self._seen.zero_()
         self._seen[ids.flatten()] = self._ones
-        self._total += self._seen.sum()
+        self._step += self._seen.sum()
+        if layer is self._last:
+            self._total += self._step
+            torch.minimum(self._least, self._step, out=self._least)
+            torch.maximum(self._most, self._step, out=self._most)
+            self._step.zero_()
 
     def begin(self) -> None:
         """Forget what was counted so far."""
-        self._total.zero_()
+        for count, value in ((self._step, 0), (self._total, 0), (self._least, 2**62), (self._most, 0)):
+            count.fill_(value)
 
-    def mean(self, steps: int) -> float:
-        """Distinct experts of one layer in one step."""
-        return int(self._total) / (steps * self._layers)
+    def counted(self, steps: int) -> tuple[float, float, float]:
+        """Distinct experts of a layer: in the step with the least, in the mean over so many, in that with the most."""
+        return (
+            int(self._least) / self._layers,
+            int(self._total) / (steps * self._layers),
+            int(self._most) / self._layers,
+        )
 
 
 def _prefill(checkpoint: Checkpoint, model: Model, plan: Plan) -> float:
