@@ -66,7 +66,7 @@ def compile_cuda(source: str, defines: Mapping[str, int | str], arch: str, cache
     """
     text = (_HERE / source).read_bytes()
     headers = {path.name: path.read_bytes() for path in sorted((_HERE / "include").glob("*.cuh"))}
-    headers |= {name: (_HERE / name).read_bytes() for name in re.findall(r'#include "(\w+\.cu)"', text.decode())}
+    headers |= _included(text)
     options = [f"--gpu-architecture={arch}", "-std=c++17", *(f"-D{name}={value}" for name, value in defines.items())]
     stem = source.removesuffix(".cu")
     key = hashlib.sha256()
@@ -80,6 +80,15 @@ def compile_cuda(source: str, defines: Mapping[str, int | str], arch: str, cache
     where = _store(path, cubin)
     logger.info("compiled %s for %s in %.1f s (%s)", source, arch, time.perf_counter() - begin, where)
     return cubin
+
+
+def _included(text: bytes) -> dict[str, bytes]:
+    """Every `.cu` that a text includes, and what those include."""
+    found: dict[str, bytes] = {}
+    for name in re.findall(r'#include "(\w+\.cu)"', text.decode()):
+        found[name] = (_HERE / name).read_bytes()
+        found |= _included(found[name])
+    return found
 
 
 class Launch:
