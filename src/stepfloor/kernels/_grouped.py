@@ -11,8 +11,10 @@ which depends on the shape and on which of the two ways was taken, never on the 
 Source: formats.codec for the formats.
 """
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,6 +24,8 @@ from torch import Tensor
 from stepfloor.formats.codec import PackedWeight
 from stepfloor.kernels._experts import TiledExperts, decode_experts
 from stepfloor.kernels._jit import tl, triton
+
+logger = logging.getLogger(__name__)
 
 DECODE_ROWS = 80
 # Experts decoded to bf16 at once, 839 MB of gate and up: a slice of 8192 rows is then more than ten waves of programs,
@@ -98,6 +102,18 @@ def why_not_grouped(weight: PackedWeight) -> str | None:
     if not weight.data.is_contiguous() or not (weight.scale is None or weight.scale.is_contiguous()):
         return "it reads matrices without gaps"
     return None
+
+
+@cache
+def runs_grouped(operator: str, has_triton: bool, reason: str | None) -> bool:
+    """Whether a GPU runs an operator here, not its reference; why not is said once.
+
+    reason  what why_not_grouped says of its matrices
+    """
+    reason = reason if has_triton else "Triton is not installed"
+    if reason is not None:
+        logger.info("%s runs its reference: %s", operator, reason)
+    return reason is None
 
 
 def stack_of(weight: PackedWeight) -> Stack:

@@ -32,7 +32,7 @@ from stepfloor.kernels._experts import (
     pack_pointers,
     why_not_tiled,
 )
-from stepfloor.kernels._grouped import why_not_grouped
+from stepfloor.kernels._grouped import runs_grouped, why_not_grouped
 from stepfloor.kernels._grouped_down import down_grouped, multiply_shared
 from stepfloor.kernels._jit import default_cache_dir, runs_triton
 from stepfloor.kernels._shared_expert import TiledShared, pack_shared, shared_macros, why_not_fused
@@ -112,18 +112,9 @@ def moe_down(
             return routed + shared_gate * multiply_shared(shared_hidden, _stored(shared_down))
         return down_grouped(hidden, ids, weights, down, shared_hidden, shared_gate, _stored(shared_down))
     stored = down.unpack() if isinstance(down, TiledExperts) else down
-    if on_gpu and _why_the_reference(has_triton, why_not_grouped(stored)) is None:
+    if on_gpu and runs_grouped("moe_down", has_triton, why_not_grouped(stored)):
         return down_grouped(hidden, ids, weights, stored, shared_hidden, shared_gate, _stored(shared_down))
     return moe_down_reference(hidden, ids, weights, stored, shared_hidden, shared_gate, _stored(shared_down))
-
-
-@cache
-def _why_the_reference(has_triton: bool, reason: str | None) -> str | None:
-    """Why a GPU runs the reference, said once."""
-    reason = reason if has_triton else "Triton is not installed"
-    if reason is not None:
-        logger.info("moe_down runs its reference: %s", reason)
-    return reason
 
 
 def moe_down_repack(

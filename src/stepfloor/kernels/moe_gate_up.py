@@ -48,6 +48,7 @@ from stepfloor.kernels._grouped import (
     pairs_before,
     pairs_led,
     pairs_of_tile,
+    runs_grouped,
     stacks,
     why_not_grouped,
 )
@@ -163,18 +164,9 @@ def moe_gate_up(x: Tensor, ids: Tensor, gate_up: PackedWeight | TiledExperts) ->
             return gate_up_rows(x, ids, gate_up)
         return gate_up_grouped(x, ids, gate_up)
     stored = gate_up.unpack() if isinstance(gate_up, TiledExperts) else gate_up
-    if x.is_cuda and _why_the_reference(runs_triton(x), why_not_grouped(stored)) is None:
+    if x.is_cuda and runs_grouped("moe_gate_up", runs_triton(x), why_not_grouped(stored)):
         return gate_up_grouped(x, ids, stored)
     return moe_gate_up_reference(x, ids, stored)
-
-
-@cache
-def _why_the_reference(has_triton: bool, reason: str | None) -> str | None:
-    """Why a GPU runs the reference, said once."""
-    reason = reason if has_triton else "Triton is not installed"
-    if reason is not None:
-        logger.info("moe_gate_up runs its reference: %s", reason)
-    return reason
 
 
 def gate_up_grouped(
