@@ -74,12 +74,15 @@ def plan_stream(
 
 
 def choose_variant(plan: StreamPlan, rows: int, warpgroups: bool = True) -> Variant:
-    """The kernel for this many rows of x; warpgroups: whether the GPU has what group and share need."""
+    """The kernel for this many rows of x; warpgroups: whether the GPU has what group, share and team need.
+
+    That is `wgmma` for the first two, and shared memory of Hopper's size for the last.
+    """
     if rows <= 8:
         return Variant(1, False)
     tiles = min(-(-rows // 16), MAX_ROWS // 16)
     if tiles == 1:  # share is faster alone, and slower in a step: 10.72 ms for 10.64 with 4 sequences of 4 rows (H200)
-        return team_variant(plan) or Variant(1, True)
+        return (team_variant(plan) if warpgroups else None) or Variant(1, True)
     if warpgroups and (group := group_variant(plan, tiles)) is not None:
         return group
     if warpgroups and (share := share_variant(plan, tiles)) is not None:
