@@ -155,11 +155,11 @@ def attention(device: str) -> Iterator[Case]:
     shape = SparseShape(4, 2, 64, 2, 32, 4, 8)
     for sequences, rows, context in ((1, 1, 0), (3, 3, 37), (2, 4, 150), (1, 21, 90)):
         name = f"{sequences} {rows} {context}"
-        prepare = qsa_prepare_inputs(sequences, rows, context, shape, BF16, device)
+        prepare: dict[str, Any] = qsa_prepare_inputs(sequences, rows, context, shape, BF16, device)
         for settled in (False, True):
             yield (
                 f"qsa_prepare {name} {settled}",
-                lambda i=prepare, s=settled: qsa_prepare(**i, settled=s),  # type: ignore[arg-type]
+                lambda i=prepare, s=settled: qsa_prepare(**i, settled=s),
             )
         select = qsa_select_inputs(sequences, rows, context, 2, 32, 4, 8, BF16, device)
         yield f"qsa_select {name}", lambda i=select: qsa_select(**i)  # type: ignore[arg-type]

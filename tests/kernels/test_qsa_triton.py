@@ -328,9 +328,8 @@ def test_rows_that_select_are_attended_alone(programs: int, monkeypatch: pytest.
     """Others are left as they are; a program goes through several pieces, and none where nobody selects."""
     monkeypatch.setattr(_attend_triton, "PROGRAMS", programs)
     inputs = attend_inputs(2, 3, 21, replace(ODD, topk=5), BF16, BF16)
-    inputs["first"] = inputs["first"] - torch.tensor(
-        [0, 9], device=DEVICE
-    )  # rows 0 to 2 are at 21 to 23, and at 12 to 14
+    # rows 0 to 2 are at 21 to 23, and at 12 to 14
+    inputs["first"] = inputs["first"] - torch.tensor([0, 9], device=DEVICE)
     wanted = attend_triton(**inputs, piece=16)
     left = torch.full_like(wanted, torch.nan)
     selecting = (inputs["first"][:, None] + torch.arange(3, device=DEVICE) + 1) // 4 > 5

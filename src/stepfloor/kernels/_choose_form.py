@@ -120,10 +120,11 @@ def team_variant(plan: StreamPlan, team: int = 4) -> Variant | None:
     One H200, us at 16 rows: out 9.9 for 11.4 in bf16, 8.5 for 9.9 in FP8; router_shared, whose x a warp's registers
     hold, 5.7 for 5.8.
     """
-    suits = plan.slices == WARPS and plan.split == plan.passes == 1 and plan.format != "fp8_block"
+    cut = plan.slices == WARPS and plan.split == plan.passes == 1 and plan.groups >= team
+    if not cut or plan.steps <= KEEP_STEPS or plan.format == "fp8_block":
+        return None
     variant = Variant(1, True, team=team)
-    suits = suits and plan.steps > KEEP_STEPS and plan.groups >= team
-    return variant if suits and team_bytes(plan, variant) <= SHARED_LIMIT else None
+    return variant if team_bytes(plan, variant) <= SHARED_LIMIT else None
 
 
 def spread_variant(plan: StreamPlan, tiles: int) -> Variant | None:

@@ -19,7 +19,8 @@ from stepfloor.kernels._delta_fused import MOST_ROWS, MOST_SHARED, DeltaPlan
 from stepfloor.kernels._jit import Launch, compile_cuda, device_arch
 
 ROW_WARPS = 4  # of a block of gdn_rows.cu
-MOST_THREADS = {False: 256, True: 512}  # of a block of gdn_state.cu, and of gdn_state_ring.cu
+MOST_THREADS = 256  # of a block of gdn_state.cu, of which two have 128 registers a thread
+MOST_RING_THREADS = 512  # of a block of gdn_state_ring.cu
 # Sequences from which two kernels take over. Between its neighbours, settled, H200: 7.3 us against 8.8 at 2 sequences,
 # 11.1 against 13.5 at 4, 31.5 against 50.3 at 16, 45 against 66 at 16 with four rows each.
 SPLIT_FROM = 2
@@ -77,8 +78,7 @@ class SplitPlan:
     def state_blocks(self, sequences: int, multiprocessors: int, shared_memory: int) -> int:
         """Blocks of the second kernel: as many as run at once and have work, on multiprocessors with so many bytes."""
         two = not self.ring and 2 * (self.state_bytes + 1024) <= shared_memory  # 1 KB of every block is the system's
-        at_once = 2 if two else 1
-        return min(sequences * self.base.heads, multiprocessors * at_once)
+        return min(sequences * self.base.heads, multiprocessors * (1 + two))
 
     def scratch(self, sequences: int) -> tuple[int, int]:
         """Floats that the first kernel hands to the second: queries and keys; decays, betas and values."""
@@ -98,7 +98,7 @@ class SplitPlan:
             and p.value_dim % p.cols == 0
             and p.key_dim % deep == 0
             and p.rows + p.kept <= MOST_ROWS
-            and self.threads <= MOST_THREADS[self.ring > 0]
+            and self.threads <= (MOST_RING_THREADS if self.ring else MOST_THREADS)
             and self.state_bytes <= shared_limit
         )
 

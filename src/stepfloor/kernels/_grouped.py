@@ -14,7 +14,6 @@ Source: formats.codec for the formats.
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from torch import Tensor
 from stepfloor.formats.codec import PackedWeight
 from stepfloor.kernels._experts import TiledExperts, decode_experts
 from stepfloor.kernels._jit import tl, triton
+from stepfloor.kernels._stream import say_once
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,6 @@ def why_not_grouped(weight: PackedWeight) -> str | None:
     return None
 
 
-@cache
 def runs_grouped(operator: str, has_triton: bool, reason: str | None) -> bool:
     """Whether a GPU runs an operator here, not its reference; why not is said once.
 
@@ -112,7 +111,7 @@ def runs_grouped(operator: str, has_triton: bool, reason: str | None) -> bool:
     """
     reason = reason if has_triton else "Triton is not installed"
     if reason is not None:
-        logger.info("%s runs its reference: %s", operator, reason)
+        say_once(logger, f"{operator} runs its reference: {reason}")
     return reason is None
 
 
