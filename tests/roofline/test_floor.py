@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stepfloor.roofline.bytes import distinct_experts
+from stepfloor.roofline.bytes import distinct_experts, distinct_experts_deviation
 from stepfloor.roofline.floor import GB, GIB, Floor, checkpoint_step_bytes, step_bytes
 from stepfloor.roofline.groups import component_bytes, pass_group
 from stepfloor.roofline.hardware import GPUS, find_gpu
@@ -38,6 +38,14 @@ def test_parameters_of_the_release() -> None:
 )
 def test_distinct_experts(tokens: int, printed: str) -> None:
     assert f"{distinct_experts(tokens, 512, 10):.1f}" == printed
+
+
+def test_deviation_of_distinct_experts() -> None:
+    # two tokens, three experts: the same one for a third of them, else two
+    assert distinct_experts_deviation(2, 3, 1) == pytest.approx((2 / 9) ** 0.5)
+    # one token, all experts, or one: always as many
+    assert distinct_experts_deviation(1, 512, 10) == pytest.approx(0, abs=1e-6)
+    assert distinct_experts_deviation(4, 2, 2) == distinct_experts_deviation(4, 1, 1) == 0
 
 
 def test_stored_components() -> None:

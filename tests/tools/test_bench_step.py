@@ -122,6 +122,7 @@ def test_routing_that_is_not_uniform_voids_a_cell() -> None:
     small = replace(full, num_experts=8, num_experts_per_tok=2, layer_types=full.layer_types[:4])
     assert why_void((2.5, 3.5, 4.0), 2, small) is None
     assert why_void((10.0, 10.0, 10.0), 1, full) is None
+    assert why_void((1.0, 1.0, 1.0), 4, replace(full, num_experts=1, num_experts_per_tok=1)) is None
 
 
 def test_real_acceptance_is_measured(tmp_path: Path) -> None:

@@ -26,6 +26,14 @@ def distinct_experts(tokens: float, num_experts: int, topk: int) -> float:
     return num_experts * (1.0 - ((num_experts - topk) / num_experts) ** tokens)
 
 
+def distinct_experts_deviation(tokens: int, num_experts: int, topk: int) -> float:
+    """Standard deviation of the number whose expectation distinct_experts gives."""
+    others = num_experts - 1
+    one = (1.0 - topk / num_experts) ** tokens  # that no token chooses an expert
+    both = one * ((others - topk) / others) ** tokens if others else 0.0  # nor another one
+    return max(0.0, num_experts * (one * (1.0 - one) + others * (both - one**2))) ** 0.5
+
+
 def embed(tokens: int, hidden_size: int, streams: int) -> int:
     """Ids in, one bfloat16 table row each in, a copy for every residual stream out."""
     return tokens * (INT64_BYTES + (1 + streams) * hidden_size * BF16_BYTES)

@@ -6,7 +6,6 @@ kinder than real ones, so a second, untimed run of the same cell counts the dist
 """
 
 import json
-import math
 import statistics
 import sys
 import time
@@ -26,7 +25,7 @@ from stepfloor.model.load import load_model
 from stepfloor.model.model import Layer, Model
 from stepfloor.model.random import RandomTensors
 from stepfloor.request import Request, SamplingParams
-from stepfloor.roofline.bytes import distinct_experts
+from stepfloor.roofline.bytes import distinct_experts, distinct_experts_deviation
 from stepfloor.roofline.floor import Floor, checkpoint_step_bytes
 from stepfloor.roofline.groups import pass_group
 from stepfloor.roofline.planned import CASES, WeightFormats
@@ -312,12 +311,10 @@ def why_void(counted: tuple[float, float, float], rows: int, config: ModelConfig
     counted  distinct experts a layer, least of a step, mean, most of a step
     A step may be off by UNIFORM_TOLERANCE, or by five deviations where layers and experts are few.
     """
-    n, chosen, (least, mean, most) = config.num_experts, config.num_experts_per_tok, counted
-    expected = distinct_experts(rows, n, chosen)
-    # of an expert, and of two, that no row chooses them
-    one, two = (1 - chosen / n) ** rows, ((n - chosen) * (n - chosen - 1) / (n * (n - 1))) ** rows
-    deviation = math.sqrt(max(0.0, n * one * (1 - one) + n * (n - 1) * (two - one**2)) / config.num_hidden_layers)
-    room = max(UNIFORM_TOLERANCE * expected, 5 * deviation)
+    least, mean, most = counted
+    routing = rows, config.num_experts, config.num_experts_per_tok
+    expected, deviation = distinct_experts(*routing), distinct_experts_deviation(*routing)
+    room = max(UNIFORM_TOLERANCE * expected, 5 * deviation / config.num_hidden_layers**0.5)
     if abs(mean - expected) <= UNIFORM_TOLERANCE * expected and expected - room <= least <= most <= expected + room:
         return None
     return (
